@@ -73,7 +73,7 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
 def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
     """Compute weighted Karcher means on a manifold that is not a product.
 
-    Implicit differentiation of the equation that defines the mean gives the derivatives.
+    The derivatives follow from implicit differentiation of the equation that defines the mean.
     """
     axis = -1 - len(space.shape)
     factor = weights.reshape(*weights.shape, *(1 for _ in space.shape))

@@ -71,8 +71,8 @@ def sqrt_quadratic_form(inner: Float64[Tensor, "..."], at: Float64[Tensor, "..."
 def product_coefficients(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
     r"""Compute the Bernstein coefficients of a product of polynomials of the degrees p and q.
 
-    The product $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$ has the degree p + q and the coefficients
-    $c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} / \binom{p+q}{m}$.
+    With the Bernstein polynomials $B_i^p$ of degree p, the product $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$ has the
+    degree p + q. Its coefficients are $c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} / \binom{p+q}{m}$.
 
     Args:
         table: p + 1 rows of q + 1 entries $a_{ij}$: numbers, symbols or arrays.

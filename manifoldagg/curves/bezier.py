@@ -69,7 +69,7 @@ class BezierSpline(CurveEmbedding):
         )
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the velocity $\iota_\varphi'(t)$ at the parameter `t`.
+        r"""Compute the velocity $\iota_\varphi'(t)$ of the curve $\iota_\varphi$ at the parameter `t`.
 
         On a flat space, the velocity of a curve with one piece of degree n is itself a Bézier curve of degree n - 1,
         which is called the hodograph:
@@ -84,9 +84,10 @@ class BezierSpline(CurveEmbedding):
         return self._derivative(phi, t, 1) if self.space.flat else super().velocity(phi, t)
 
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ at $t$.
+        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ of the curve $\iota_\varphi$ at $t$.
 
-        On a flat space, this is $\iota_\varphi''(t)$. A joint belongs to the piece that starts there.
+        On a flat space, this is the second derivative $\iota_\varphi''(t)$. A joint belongs to the piece that starts
+        there.
         """
         self._check_phi(phi)
         return self._derivative(phi, t, 2) if self.space.flat else super().acceleration(phi, t)
@@ -192,7 +193,9 @@ class Bezier(BezierSpline):
     def pull_phi(self, phi: Phi, x: Parameter, w: Points) -> Points:
         r"""Pull a derivative `w` at the point $\iota_\varphi(x)$ of the curve back to the control points.
 
-        On a flat space, the pullback to control point $i$ is $b_i(x)\, w$, where $b_i(x)$ is its Bernstein weight.
+        If `w` is the derivative of a loss at this point, the result is its derivative with respect to the control
+        points. On a flat space, the derivative with respect to control point $i$ is $b_i(x)\, w$, where $b_i(x)$ is its
+        Bernstein weight.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -214,7 +217,7 @@ class Bezier(BezierSpline):
         return weighted_sum(coefficients.mT, w.reshape(len(coefficients), *phi.shape[1:]))
 
     def split(self, phi: Phi, t: float) -> tuple[Tensor, Tensor]:
-        r"""Split the curve at `t`, and return the control points of both parts.
+        r"""Split the curve $\iota$ at `t`, and return the control points of both parts.
 
         The parts are $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$. On a curved space, a part of a Bézier
         curve is not a Bézier curve in general. The result then has the correct end points, and its error is of third
@@ -295,9 +298,10 @@ class Bezier(BezierSpline):
     def through(
         self, points: Points, parameters: Float[Tensor, " m"] | None = None, *, fixed_ends: bool = False
     ) -> Points:
-        r"""Fit control points to data points by least squares: $\min_\varphi \sum_j |\iota_\varphi(t_j) - p_j|^2$.
+        r"""Fit control points to data points by least squares, $\min_\varphi \sum_j |\iota_\varphi(t_j) - p_j|^2$.
 
-        With degree + 1 data points, the curve interpolates them.
+        $p_j$ are the data points, and $\iota_\varphi(t_j)$ is the point of the curve at the parameter $t_j$. With
+        degree + 1 data points, the curve interpolates them.
 
         Args:
             points: data points (m, *space.shape) with m > degree.

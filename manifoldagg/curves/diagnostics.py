@@ -34,9 +34,9 @@ The distance is larger than the rounding error of the parameter, but too small t
 
 @dataclass(frozen=True, eq=False)
 class Barrier:
-    """The losses $L$ along a curve and along its chord, which connects the ends of the curve directly.
+    """The losses $L$ along a curve and along its chord.
 
-    On a flat space the chord is a straight line, and on a curved space it is a geodesic.
+    The chord is the direct path between the ends of the curve: a straight line or, on a curved space, a geodesic.
 
     Attributes:
         t: (m,), the parameters of the curve at which the losses are evaluated.
@@ -55,9 +55,9 @@ class Barrier:
 
     @property
     def height(self) -> float:
-        r"""The barrier of the curve, $\max_t\, L(\iota(t)) - (1 - t) L(\iota(0)) - t L(\iota(1)) \ge 0$.
+        r"""The barrier of the curve $\iota$, $\max_t\, L(\iota(t)) - (1 - t) L(\iota(0)) - t L(\iota(1)) \ge 0$.
 
-        It is the largest excess of the loss over the linear interpolation between the losses at both ends.
+        It is the largest excess of the loss $L$ over the linear interpolation between the losses at both ends.
         """
         return self._excess(self.losses).max().item()
 
@@ -120,7 +120,7 @@ class Barrier:
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    r"""The curvature of a path: the length $k$ of its curvature vector.
+    r"""The curvature of a path at several parameters, which is the length $k$ of its curvature vector.
 
     Attributes:
         t: (m,), the parameters at which the curvature is evaluated.

@@ -6,8 +6,8 @@ polynomial of degree 2n:
 
 $$d^2(s) = b(s)^\top G\, b(s), \qquad b_i(s) = \tbinom{n}{i} s^i (1-s)^{n-i}.$$
 
-The fraction $\rho$ of the chord is reached at the first root of $d^2(s) = \rho^2\, d^2(1)$, which is Manifold (12). The
-signs of the Bernstein coefficients isolate this root.
+The curve reaches the fraction $\rho$ of the chord length at the first root of $d^2(s) = \rho^2\, d^2(1)$ (equation (12)
+of Manifold). The signs of the Bernstein coefficients isolate this root.
 """
 
 import math
@@ -36,7 +36,8 @@ Gram = Sequence[Sequence[Any]]
 def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overshoot: str = "clamp") -> float:
     r"""Find the first parameter at which a curve reaches the fraction $\rho$ of its chord length.
 
-    This is the smallest $s \ge 0$ with $\|\iota(s) - \varphi_0\| = \rho\,\|\iota(1) - \varphi_0\|$.
+    For a curve $\iota$ with the start $\varphi_0$, this is the smallest $s \ge 0$ with $\|\iota(s) - \varphi_0\| =
+    \rho\,\|\iota(1) - \varphi_0\|$.
 
     Args:
         displacements: $\varphi_1 - \varphi_0, \dots, \varphi_n - \varphi_0$, (n, P). For a quadratic curve, these are

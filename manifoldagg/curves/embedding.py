@@ -20,9 +20,9 @@ Coordinates = float | Float[Tensor, "..."]
 class Embedding(abc.ABC):
     r"""A low-dimensional subset of the space of models, such as a curve, that is defined by control points.
 
-    Mathematically, an embedding is a map $\iota_\varphi : M \to M_\Theta$ from coordinates $x \in M$ to models. The
-    control points $\varphi$ are `size` models in one tensor (size, *space.shape). Coordinates are a tensor
-    (*batch, *domain), where `domain` is `()` for a curve and (m,) for m coordinates.
+    Mathematically, an embedding is a map $\iota_\varphi : M \to M_\Theta$ from coordinates $x \in M$ to models in the
+    space $M_\Theta$. The control points $\varphi$ are `size` models in one tensor (size, *space.shape). Coordinates are
+    a tensor (*batch, *domain), where `domain` is `()` for a curve and (m,) for m coordinates.
 
     An embedding does not store $\varphi$, which is an argument of its methods. All methods are differentiable with
     respect to $\varphi$ and $x$, unless they state otherwise.
@@ -69,8 +69,8 @@ class Embedding(abc.ABC):
     def path_coordinates(self, s: Float[Tensor, "*batch"]) -> Float[Tensor, "..."]:
         r"""Compute the coordinates $x(s)$ of the path from the start to the end point of the embedding.
 
-        The path is a geodesic of the domain. $x(0)$ maps to the first control point, and $x(1) = \omega$ maps to the
-        last one. For a curve, $x(s) = s$.
+        The path is a geodesic of the domain. It starts at coordinates that map to the first control point, and ends at
+        coordinates $\omega = x(1)$ that map to the last control point. For a curve, $x(s) = s$.
 
         Args:
             s: parameters (*batch,) in [0, 1].
@@ -94,7 +94,7 @@ class Embedding(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no contains")
 
     def collapse(self, point: Float[Tensor, "..."]) -> Float[Tensor, "size ..."]:
-        r"""Return the control points $\varphi_\Theta$ that map all of $M$ to the single point $\Theta$."""
+        """Return control points for which every point of the embedding is the given point."""
         check_shape("point", point, *self.space.axes)
         return point.expand(self.size, *point.shape).clone()
 
@@ -124,7 +124,11 @@ class Embedding(abc.ABC):
     def pull_phi(
         self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
     ) -> Float[Tensor, "size ..."]:
-        r"""Pull a derivative `w` at the point $\iota_\varphi(x)$ back to the control points $\varphi$, by one vjp."""
+        r"""Pull a derivative `w` at the point $\iota_\varphi(x)$ back to the control points $\varphi$, by one vjp.
+
+        If `w` is the derivative of a loss at this point, the result is its derivative with respect to the control
+        points.
+        """
         pulled: Tensor = torch.func.vjp(lambda points: self(points, x), phi)[1](w)[0]
         return pulled
 

@@ -13,9 +13,9 @@ __all__ = ["EndPath"]
 class EndPath(CurveEmbedding):
     r"""The curve from the start to the end point of an embedding: $s \mapsto \iota_\varphi(x(s))$.
 
-    The method `path_coordinates` of the embedding computes $x(s)$, which is a geodesic of the domain. $x(0)$ maps to
-    $\varphi_0$, and $x(1) = \omega$ maps to the last control point. The curve has the same control points $\varphi$ as
-    the embedding.
+    The coordinates $x(s)$ are a geodesic of the domain, which the method `path_coordinates` of the embedding computes.
+    The curve starts at the first control point $\varphi_0$ and ends at the last one. It has the same control points
+    $\varphi$ as the embedding.
 
     Args:
         embedding: an embedding with an end point.

@@ -46,14 +46,14 @@ class CurveEmbedding(Embedding):
         return (0.0, 1.0)
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the velocity $\iota_\varphi'(t)$, (*batch, *space.shape), by one jvp.
+        r"""Compute the velocity $\iota_\varphi'(t)$ of the curve $\iota_\varphi$, (*batch, *space.shape), by one jvp.
 
         The velocity is a tangent vector at the point $\iota_\varphi(t)$.
         """
         return self._point_and_velocity(phi, t)[1]
 
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ at $t$, (*batch, *space.shape).
+        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ of the curve at $t$, (*batch, *space.shape).
 
         The acceleration is the second derivative of $\log_{\iota(t)} \iota(t + s)$ with respect to s at s = 0. This
         holds because the logarithm defines normal coordinates, whose Christoffel symbols vanish at the centre.
@@ -144,8 +144,8 @@ class CurveEmbedding(Embedding):
         r"""Return whether each of the points (*batch, *space.shape) is within `tolerance` of the curve: (*batch,).
 
         The default tolerance is a bound on rounding errors. With the machine epsilon $\varepsilon$ of the less precise
-        dtype, it is $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ on a flat space, and $\sqrt\varepsilon$ on a curved
-        space.
+        dtype and the control points $\varphi_i$, it is $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ on a flat space,
+        and $\sqrt\varepsilon$ on a curved space.
 
         Raises:
             ArgumentError: if `tolerance` is negative, or a shape is invalid.
@@ -279,8 +279,8 @@ class Path(Generic[C]):
     def plot(self, axes: Any = None, function: Callable[[Tensor], float] | None = None, *, resolution: int = 31) -> Any:
         r"""Plot the curve and its control polygon in the plane through its ends and its farthest control point.
 
-        On a curved space, the plot shows the logarithms of the points at $\varphi_0$, which are in the tangent space
-        there.
+        On a curved space, the plot shows the logarithms of the points at the first control point $\varphi_0$, because
+        they are vectors of one tangent space.
 
         Args:
             axes: matplotlib axes. The default is the axes of a new figure.

@@ -64,8 +64,8 @@ class SAM:
 class ASAM:
     r"""Adaptive sharpness-aware minimisation with the elementwise ascent point $\theta + \rho\, T^2 g / \|T g\|$.
 
-    $g$ is the gradient of the loss, and $T = |\theta| + \eta$ is the scale of each parameter. With $\eta = 0$, a
-    rescaling of the coordinates therefore does not change the method. It requires a flat space.
+    $g$ is the gradient of the loss, and $T = |\theta| + \eta$ is the scale of each parameter. The method requires a
+    flat space. With $\eta = 0$, it is invariant to a rescaling of the coordinates.
 
     Args:
         radius: $\rho > 0$, relative to the parameters. A common value is ten times the radius of SAM.

@@ -65,7 +65,10 @@ class Hull(Embedding):
     def pull_phi(
         self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
     ) -> Float[Tensor, "size ..."]:
-        r"""Pull derivatives `w` (*batch, *space.shape) back to the vertices. On a flat space, the result is $x_i w$."""
+        """Pull derivatives `w` (*batch, *space.shape) at the points of coordinates `x` back to the vertices.
+
+        On a flat space, the derivative with respect to vertex $i$ is the sum of $x_i w$ over the batch.
+        """
         if not self.space.flat:
             return super().pull_phi(phi, x, w)
         self._check_phi(phi)
@@ -80,7 +83,8 @@ class Hull(Embedding):
         r"""Return whether points (*batch, *space.shape) are within `tolerance` of the image, (*batch,).
 
         The default tolerance is a bound on the rounding error of the points of the image. With the machine epsilon
-        $\varepsilon$ of the less precise dtype, it is $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$.
+        $\varepsilon$ of the less precise dtype and the vertices $\varphi_i$, it is $4\,$`size`$\,\varepsilon \max_i
+        \|\varphi_i\|$.
 
         Raises:
             ArgumentError: for the same reasons as in `nearest`, or if `tolerance` is negative.
@@ -98,7 +102,7 @@ class Hull(Embedding):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        r"""Compute the mean prediction of n random models of the embedding, $\frac1n \sum_j f(\iota_\varphi(x_j))$.
+        r"""Compute the mean prediction $\frac1n \sum_j f(\iota_\varphi(x_j))$ of n random models of the embedding.
 
         The models are evaluated one after another, so only one of them is in memory at a time.
 
@@ -224,14 +228,19 @@ class Simplex(Hull):
         return torch.where(solid, parts.log().sum(), -math.inf)
 
     def volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
-        r"""Compute the volume $\sqrt{\det(E E^\top)} / k! = \prod_i h_i / i$, or 0 for a degenerate simplex."""
+        r"""Compute the volume of the simplex on a flat space, or 0 for a degenerate simplex.
+
+        With the k edges $E$ from the first vertex and the heights $h_i$ of `log_volume`, the volume is $\sqrt{\det(E
+        E^\top)} / k! = \prod_i h_i / i$.
+        """
         parts, solid = self._heights(phi)
         return torch.where(solid, parts.prod(), 0.0)
 
     def log_volume_gradient(self, phi: Float[Tensor, "size ..."]) -> Float[Tensor, "size ..."]:
-        r"""Compute the gradient of `log_volume`, $g = B^\top (E E^\top)^{-1} E$.
+        r"""Compute the gradient of `log_volume` with respect to the vertices, $g = B^\top (E E^\top)^{-1} E$.
 
-        $E = B \varphi$ contains the k edges from the first vertex to the other vertices.
+        $E = B \varphi$ contains the k edges from the first vertex to the other vertices, and $B$ is the matrix that
+        computes these differences.
 
         Returns:
             The gradient (k + 1, *space.shape) in the dtype of `phi`, without derivatives. It satisfies
@@ -250,7 +259,9 @@ class Simplex(Hull):
     def nearest(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float64[Tensor, "..."], Float64[Tensor, "..."]]:
-        r"""Compute the nearest points of the simplex on a flat space, $\min_x \|\iota_\varphi(x) - p\|$.
+        r"""Compute the points of the simplex on a flat space that are nearest to given points $p$.
+
+        The coordinates $x$ of a nearest point minimise the distance $\|\iota_\varphi(x) - p\|$.
 
         Args:
             phi: the vertices (size, *space.shape).

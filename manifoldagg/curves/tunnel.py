@@ -123,7 +123,7 @@ class Tunnel(Embedding):
     def on(self, space: Manifold, degree: int = 2) -> "Tunnel":
         """Return the tunnel of a Bézier curve in `space`.
 
-        The degree is the degree of this tunnel's curve. Without a curve, it is `degree`.
+        If this tunnel has a curve, the new curve has the same degree. Otherwise, its degree is `degree`.
 
         Example:
             >>> from manifoldagg.manifolds import Flat
@@ -161,9 +161,9 @@ class Tunnel(Embedding):
     ) -> Float[Tensor, "..."]:
         r"""Draw random coordinates $(t, \xi)$ of the tunnel of given control points.
 
-        To draw a uniform point of the ball, the method draws a standard normal vector $z$ and a standard exponential
-        variable $E$, and returns $r z / \sqrt{|z|^2 + 2E}$. This is the projection of a uniform point on a sphere with
-        two more dimensions.
+        $t$ is a parameter of the curve $b$, and $\xi$ is a vector in a ball of radius $r$. To draw a uniform point of
+        the ball, the method draws a standard normal vector $z$ and a standard exponential variable $E$, and computes $r
+        z / \sqrt{|z|^2 + 2E}$. This is the projection of a uniform point on a sphere with two more dimensions.
 
         With `uniform="volume"`, the density of $t$ is proportional to the speed $|b'(t)|$, and $\xi$ is replaced by
         $-\xi$ with the probability $\frac{1}{2} (1 + \langle \xi, k(t) \rangle)$, where $k$ is the curvature vector.
@@ -312,10 +312,10 @@ class Tunnel(Embedding):
     def contains(self, phi: Phi, point: Float[Tensor, "..."]) -> Tensor:
         r"""Return whether points (*batch, *space.shape) are in the tunnel, (*batch,).
 
-        A point $y$ is in the tunnel if for some t, $\log_{b(t)} y$ is orthogonal to $b'(t)$ and not longer than $r$.
-        The tolerance is $4 (n + 1)(1 + 2\varepsilon)\,u\,\max_i |\varphi_i|$, where $u$ is the machine epsilon of the
-        coarser dtype. On a curved space, the tolerance is $50\,u\,(1 + r)$, and the method searches for one such t in
-        each of 64 subintervals.
+        A point $y$ is in the tunnel of the curve $b$ with the radius $r$ if, for some parameter t, $\log_{b(t)} y$ is
+        orthogonal to $b'(t)$ and not longer than $r$. On a flat space, the tolerance is $4 (n + 1)(1 +
+        2\varepsilon)\,u\,\max_i |\varphi_i|$, where $u$ is the machine epsilon of the less precise dtype. On a curved
+        space, the tolerance is $50\,u\,(1 + r)$, and the method searches for one such t in each of 64 subintervals.
 
         Raises:
             ArgumentError: for the same reasons as in `nearest`.
