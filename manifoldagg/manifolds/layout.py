@@ -144,7 +144,9 @@ class Layout:
     def of_state_dict(
         state: Mapping[str, Tensor], buffer_patterns: Sequence[str] = (), dtype: torch.dtype | None = None
     ) -> "Layout":
-        """Return the layout of a state dict. Floating tensors are leaves, except statistics and pattern matches.
+        """Return the layout of a state dict.
+
+        All floating tensors are leaves, except batch statistics and tensors whose names match one of `buffer_patterns`.
 
         Args:
             state: the state dict.
@@ -345,7 +347,7 @@ class Layout:
         return row
 
     def check_values(self, models: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Check that the leaves of models are finite. Error messages start with the keys of `models`.
+        """Check that the leaves of several models are finite. The keys of `models` are the starts of error messages.
 
         Raises:
             StateDictError: if a leaf is not finite. The message contains its name.

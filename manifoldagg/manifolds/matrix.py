@@ -47,9 +47,9 @@ def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 
     An SVD gives the value, but its derivatives divide by differences of singular values. The derivatives are therefore
     computed by two Newton steps. Let z = q h with a symmetric h. A change e of z changes q by q Ω + (1 - q qᵀ) e h⁻¹,
-    where the skew matrix Ω solves Ω h + h Ω = qᵀ e - eᵀ q. A Newton step applies this change to the residual e = z - q
-    h. The residual is 0, so only the derivatives change: the first step corrects first derivatives, and the second step
-    corrects second derivatives.
+    where the skew matrix Ω solves Ω h + h Ω = qᵀ e - eᵀ q. Each Newton step applies this change with the residual of z
+    = q h as e. The residual is 0, so only the derivatives change: the first step corrects first derivatives, and the
+    second step corrects second derivatives.
 
     Args:
         z: matrices (*batch, n, p).

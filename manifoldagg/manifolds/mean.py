@@ -20,7 +20,7 @@ __all__ = ["KarcherMean", "RunningMean", "karcher_mean", "mean_in_span"]
 
 @dataclass(frozen=True)
 class KarcherMean:
-    r"""A Karcher mean with a certificate of its accuracy.
+    r"""A Karcher mean of points $x_i$ with weights $w_i$, and a certificate of its accuracy.
 
     Attributes:
         point: the mean $m$ (*batch, *shape).
@@ -184,9 +184,10 @@ def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: f
 class RunningMean:
     r"""A streaming mean that does not store the points.
 
-    The update is $m \leftarrow \exp_m(\tfrac{w}{W + w} \log_m x)$, where $W$ is the total weight so far. On a flat
-    space, the result is the weighted arithmetic mean. On a curved space, the result depends on the order of the points.
-    It differs from the Karcher mean by a term of third order in the distances of the points.
+    A new point $x$ with the weight $w$ updates the mean $m$ by $m \leftarrow \exp_m(\tfrac{w}{W + w} \log_m x)$, where
+    $W$ is the total weight so far. On a flat space, the result is the weighted arithmetic mean. On a curved space, the
+    result depends on the order of the points. It differs from the Karcher mean by a term of third order in the
+    distances of the points.
 
     Attributes:
         space: a space with exp and log.

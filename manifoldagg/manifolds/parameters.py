@@ -446,7 +446,9 @@ class ParameterSpace(Delegate):
         return self._state_dict(point, buffers or {})
 
     def views(self, point: Float[Tensor, " P"]) -> dict[str, Tensor]:
-        """Return the parameters at a finite point. Leaves in the dtype of the point are views, except adapters.
+        """Return the parameters at a finite point by name.
+
+        A leaf in the dtype of the point is a view of it, unless it is an adapter.
 
         Raises:
             StateDictError: if the dtype of a leaf overflows.

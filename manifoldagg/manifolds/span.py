@@ -160,8 +160,9 @@ class Span:
 class SpheresInSpan(Manifold):
     r"""The product of R unit spheres, in coordinates with respect to k vectors of each sphere.
 
-    A point (R, k) contains the coefficients of these vectors, and the inner product is
-    $\langle a, b \rangle = a^\top B\, b$. All formulas are the same as in [`Sphere`][manifoldagg.manifolds.Sphere].
+    A point (R, k) contains the coefficients of these vectors. With the Gram matrix $B$ of the vectors, the inner
+    product is $\langle a, b \rangle = a^\top B\, b$. All formulas are the same as in
+    [`Sphere`][manifoldagg.manifolds.Sphere].
 
     Args:
         products: the Gram matrices B of the vectors, (R, k, k).

@@ -213,9 +213,9 @@ def _exponential(x: Tensor, u: Tensor) -> Tensor:
 
 
 class _Linearisation(NamedTuple):
-    """The derivative of the left-hand side of the equation of the log, (A, R) ↦ e^W [I; 0] e^-A, at given A and R.
+    """The derivative of the left-hand side of the equation of the log at given A and R.
 
-    The exponent is W = [2A, -Rᵀ; R, 0].
+    The left-hand side is the map (A, R) ↦ e^W [I; 0] e^-A with the exponent W = [2A, -Rᵀ; R, 0].
     """
 
     exp_w: Tensor  # e^W

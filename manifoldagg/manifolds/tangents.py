@@ -119,7 +119,7 @@ class TangentSpace(AmbientSpace):
         cache: dict[int | None, Tensor] = {}
 
         def tangent(row: Row | None) -> Tensor:
-            """Compute the tangent that points from X to a row. `None` stands for the row 0.
+            """Compute the tangent that points from X to a row. `None` stands for a row of zeros.
 
             The projection to tangents is linear, so the tangent of a difference is the difference of two such tangents.
             """

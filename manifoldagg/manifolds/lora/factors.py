@@ -69,8 +69,8 @@ class TruncatedSVD:
     Attributes:
         values: all singular values (*batch, any), in descending order.
         rank: the number of retained singular values.
-        left: multiplication by the basis of the left factor, with the result (*batch, m, any).
-        right: multiplication by the basis of the right factor, with the result (*batch, n, any).
+        left: a function that multiplies coordinates by the basis of the left factor, and returns (*batch, m, any).
+        right: a function that multiplies coordinates by the basis of the right factor, and returns (*batch, n, any).
         coordinates: the coordinates of the left and of the right singular vectors.
     """
 
@@ -142,7 +142,9 @@ def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
 
 
 def balance(x: Tensor, m: int) -> Tensor:
-    r"""Compute balanced factors $U\sqrt\Sigma$ and $V\sqrt\Sigma$ of a matrix that is given as a stack of two factors.
+    r"""Compute the balanced factors $U\sqrt\Sigma$ and $V\sqrt\Sigma$ of a matrix that is given as a stack.
+
+    $U \Sigma V^\top$ is the singular value decomposition of the matrix.
 
     Example:
         >>> balance(torch.tensor([[8.0], [2.0]]), 1).abs().flatten()
@@ -152,7 +154,9 @@ def balance(x: Tensor, m: int) -> Tensor:
 
 
 def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: int) -> Tensor:
-    r"""Return a stack of $\sum_i c_i X_i$ in float64, (*batch, m + n, sum of ranks), by concatenating the factors.
+    r"""Return a stack (*batch, m + n, sum of ranks) that represents $\sum_i c_i X_i$, in float64.
+
+    $X_i$ are the matrices of the given stacks. Their factors are concatenated, so the ranks add up.
 
     Example:
         >>> combine_stacks([2.0, -1.0], [torch.ones(2, 1), torch.ones(2, 1)], 1)
@@ -175,8 +179,8 @@ class JointBasis:
     Sums and inner products of the matrices $X_i$ are therefore sums and inner products of their small cores $C_i$.
 
     Attributes:
-        left: multiplication of coordinates (*batch, p, any) by $Q$, with the result (*batch, m, any).
-        right: multiplication of coordinates (*batch, q, any) by $P$, with the result (*batch, n, any).
+        left: a function that multiplies coordinates (*batch, p, any) by $Q$, and returns (*batch, m, any).
+        right: a function that multiplies coordinates (*batch, q, any) by $P$, and returns (*batch, n, any).
         cores: the cores $C_i$ (k, *batch, p, q).
         columns: the concatenated factors of all $X_i$ in these bases, (*batch, p, any) and (*batch, q, any).
         ranks: the number of columns of each $X_i$.
