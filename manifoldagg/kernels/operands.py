@@ -160,6 +160,7 @@ class Operands:
         Raises:
             ArgumentError: if the row is invalid. The message names the row, or the tensor in it.
         """
+        # The first row determines the size and the device of all rows.
         if isinstance(row, Tensor):
             if self.device is NO_DEVICE and row.ndim == 1 and not row.is_meta:
                 self.size = row.shape[0]
@@ -439,6 +440,7 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
             # `isinstance` gets tuples, because torch.compile in torch 2.6 does not support union types.
             if isinstance(coefficients, (str, bytes, Mapping, Set)):
                 raise TypeError(f"got {coefficients!r}")
+            # Lists of plain numbers are the common case. They need neither a tensor nor a check of each entry.
             listed: list[Any] = list(coefficients)
             if len(listed) == k and NUMBER_TYPES.issuperset(map(type, listed)):
                 return [[float(c) for c in listed]] * s
@@ -482,6 +484,7 @@ def is_sharded(*groups: "Subtrahend | Operands") -> bool:
         return False
     if SHARD_GROUP.get() is not None or "torch.distributed.tensor" not in sys.modules:
         return SHARD_GROUP.get() is not None
+    # Comparing the types of the distinct rows is faster than searching nested sequences for DTensors.
     rows = [x for x in groups if not (isinstance(x, Operands) and PLAIN_ROW_TYPES.issuperset(map(type, x.distinct)))]
     return bool(rows and dtensors_in(rows))
 
@@ -522,6 +525,7 @@ def _stack_numbers(numbers: Any) -> Tensor:
     """Stack nested numbers and tensors into one float64 tensor, and preserve their derivatives."""
     if isinstance(numbers, Tensor):
         return _check_real(numbers).to("cpu", torch.float64)
+    # These types can be converted to floats, but they are hardly meant as coefficients.
     if isinstance(numbers, (str, bytes, bool, np.bool_)):
         raise TypeError(f"got {numbers!r}")
     if isinstance(numbers, Sequence):

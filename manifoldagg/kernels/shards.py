@@ -193,6 +193,7 @@ def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalSha
         tensors[id(vector)] = local = _to_local(vector)
         if local.shape[0] != stop - start:
             expected = f"{stop - start} entries on rank {dist.get_rank()}"
+            # The segments of the whole vector can be cut only if the shard contains the expected range.
             raise ArgumentError(f"{name}: expected {expected}, as split by torch.chunk, got {local.shape[0]}")
     # The segments of the whole vector, cut to the range of this shard.
     cuts = tuple((min(max(a, start), stop) - start, min(max(b, start), stop) - start) for a, b in segments)
