@@ -65,6 +65,7 @@ class Control:
         """
         if self.free is None:
             return {*range(1, size - 1)}
+        # Negative indices count from the end, and two indices of one point are an error.
         is_valid = isinstance(self.free, Sequence) and all(isinstance(i, int) and -size <= i < size for i in self.free)
         trainable = {i % size for i in self.free} if is_valid else set()
         if not trainable or len(trainable) < len(self.free):
@@ -154,6 +155,7 @@ class FreePoints:
         pulled = derivative
         if self.shift is not None:
             # The end point also moves the inner points along the chord, so its gradient includes their derivatives.
+            # The vector-Jacobian product of `_assemble` computes all gradients.
             pulled = torch.func.vjp(self._assemble, self.phi[0], self.phi[-1], self.shift.detach())[1](derivative)
             pulled = torch.cat([pulled[0].unsqueeze(0), pulled[2], pulled[1].unsqueeze(0)])
         for (a, b), parameter in self.inner.items():

@@ -92,6 +92,7 @@ class CurveEmbedding(Embedding):
         # The speed may jump at a joint, so every joint must be the edge of a panel.
         edges = [low, *(edge for edge in self.breaks if low < edge < high), high]
         length = arc_length(self._speed(phi), edges).to(phi)
+        # The integral from a to b changes its sign if the limits are exchanged.
         return -length if b < a else length
 
     def parameter_at_length(self, phi: Phi, fraction: Parameter) -> Float64[Tensor, "*batch"]:
@@ -310,6 +311,7 @@ class Path(Generic[C]):
         if not bool(view.axes[1].any()):
             raise ArgumentError("phi: expected control points that span a plane, got points on one line")
         low, high = torch.cat([control, path]).aminmax(dim=0)
+        # One margin for both axes keeps the scales of the axes equal.
         margin = 0.25 * (high - low).max()
         x, y, values = view.grid(function, phi.dtype, low - margin, high + margin, resolution)
         return Plane(x, y, values, control, path).plot(axes, label="function", ends=("start", "end"))

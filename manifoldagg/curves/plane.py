@@ -204,6 +204,7 @@ class View:
         logs = space._log(centers, points)
         lengths = norm(space, centers, logs)
         tolerance = RANK_TOLERANCE * lengths.max()
+        # A closed curve has no chord. Its first axis points to the farthest point instead.
         end = logs[-1] if lengths[-1] > tolerance else logs[lengths.argmax()]
         size = norm(space, center, end)
         first = end / size if size > 0 else torch.zeros_like(end)
@@ -211,6 +212,7 @@ class View:
         along = space._inner(centers, logs, first.expand_as(logs))
         across = logs - along.reshape(-1, *(1 for _ in end.shape)) * first
         heights = norm(space, centers, across)
+        # Below the tolerance, the points are on one line, and the direction of a height is a rounding error.
         k = heights.argmax()
         second = across[k] / heights[k] if heights[k] > tolerance else torch.zeros_like(end)
         return cls(space, center, torch.stack([first, second]))
@@ -241,5 +243,6 @@ class View:
             point = self.space._exp(self.center, a * self.axes[0] + b * self.axes[1])
             return function(point.to(dtype))
 
+        # Rows belong to y and columns to x, as matplotlib expects.
         values = [[value(a, b) for a in x.tolist()] for b in y.tolist()]
         return x, y, torch.tensor(values, dtype=torch.float64)

@@ -82,6 +82,7 @@ def min_speed(control: Control) -> tuple[float, float]:
 
     The parameter is a root of the polynomial $(|b'|^2)'$, or an end of the interval.
     """
+    # |b'|² is a polynomial, whose Bernstein coefficients follow from the Gram matrix of the hodograph.
     velocity = (len(control) - 1) * control.diff(dim=0)
     t = _critical_parameters(derivative_coefficients(_gram(velocity, velocity)), control)
     speed = derivative(control, t).norm(dim=-1)

@@ -145,6 +145,7 @@ class PathFit:
         return self.space._log(self.start, point).flatten(), None
 
     def _exp_projected(self, tangent: Tensor) -> Tensor:
+        # The combination of tangents is rounded, so the point is projected back to the manifold.
         point = self.space._exp(self.start, tangent)
         return self.space._project(point) if "project" in self.space.capabilities else point
 
@@ -177,6 +178,7 @@ class PathFit:
             return coefficients
         u = torch.tensor(self._parameters, dtype=torch.float64) / self._parameters[-1]
         design = basis(n, u)[:, 1:-1]
+        # If the points do not determine the curve, the coefficients remain those of the chord.
         if int(torch.linalg.matrix_rank(design, atol=SINGULAR_TOLERANCE)) == n - 1:
             table = _monomial_to_bernstein(n) if self.steps is None else torch.eye(n - 1, dtype=torch.float64)
             # The first column subtracts the chord from the data. The others express the stored sums in Bernstein

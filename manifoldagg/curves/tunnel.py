@@ -219,6 +219,7 @@ class Tunnel(Embedding):
             raise ArgumentError(_no_velocity(t))
         self._form.check_span(phi, control)
         t, curvature = max_curvature(control)
+        # The negated comparison also rejects NaN.
         if not r * curvature < 1:
             raise ArgumentError(
                 f"radius: expected less than {self.radius / (r * curvature):g}, got {self.radius:g}; the tunnel folds "
@@ -239,6 +240,7 @@ class Tunnel(Embedding):
         t, xi = self._split(x)
         control, offset = self._form.offset(phi, t, xi)
         component = (offset * curvature_vector(control, t)).sum(-1)
+        # In the subspace form, each of the normal coordinates is in units of the chord length.
         scale = self._form.chord_scale(control) ** self._form.num_normal
         return torch.mul(derivative(control, t).norm(dim=-1), scale * (1 - component))
 
@@ -322,6 +324,7 @@ class Tunnel(Embedding):
         """
         if self.space.flat:
             distances = self.nearest(phi, point)[1]
+            # An offset from the curve is at most ε chords long, which is at most 2ε times the largest control point.
             return distances <= 4 * self.size * (1 + 2 * self.radius) * rounding_error(phi, point)
         self._check_phi(phi)
         self.space._check({"phi": phi, "point": point})
@@ -532,6 +535,7 @@ class _SubspaceForm:
         return self._ball(tail, generator)
 
     def check_span(self, phi: Tensor, control: Tensor) -> None:
+        # A diagonal entry is the distance of a control point from the span of the previous ones.
         if not control[1:].diagonal().abs().min().item() > 4 * len(phi) * rounding_error(phi):
             raise ArgumentError(
                 f"phi: expected control points that span {self.curve.degree} dimensions, got fewer; use form='ambient'"
