@@ -119,6 +119,7 @@ def check_no_overlap(layout: Layout, target: Mapping[str, Tensor], models: Model
         ArgumentError: if they share memory.
     """
     names = [entry.name for entry in (*layout.leaves, *layout.buffers)]
+    # Tied names may share memory. If they do not, both are written and must be checked.
     names += [alias for alias, name in layout.aliases if target[alias].data_ptr() != target[name].data_ptr()]
     written = TensorList([target[name] for name in names])
     read = [TensorList([model[name] for name in names]) for model in models.values()]

@@ -317,6 +317,7 @@ def optimizer_on(space: Manifold, optimizer: Optimizer) -> Optimizer:
     if equivalent is None:
         expected = f"SGD or Adam of torch.optim, RiemannianSGD or RiemannianAdam on {short_repr(space)}"
         raise ArgumentError(f"optimizer: expected {expected}; got {name}")
+    # Options such as weight decay have no counterpart on a curved space, and must not be ignored silently.
     unknown = sorted(options.keys() - inspect.signature(equivalent).parameters.keys())
     if unknown or (bound and args):
         given = ", ".join(unknown) or f"positional arguments {short_repr(args)}"

@@ -179,6 +179,7 @@ def _read_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         ((name, arguments),) = value.items()
         return SPACES_BY_NAME[name](**{field: _read_value(part) for field, part in arguments.items()})
+    # A spec may come from another machine, so it must not cause an overflow.
     if type(value) is int and abs(value) >= MAX_INTEGER:
         raise ValueError("an integer of 2^62 or more")
     return tuple(_read_value(part) for part in value) if isinstance(value, list) else value
