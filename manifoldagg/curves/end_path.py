@@ -14,8 +14,8 @@ class EndPath(CurveEmbedding):
     r"""The curve from the start to the end point of an embedding: $s \mapsto \iota_\varphi(x(s))$.
 
     The coordinates $x(s)$ are a geodesic of the domain, which the method `path_coordinates` of the embedding computes.
-    The curve starts at the first control point $\varphi_0$ and ends at the last one. It has the same control points
-    $\varphi$ as the embedding.
+    The curve starts at the first control point $\varphi_0$. It ends at the last control point, whose coordinates are
+    $\omega = x(1)$. The curve has the same control points $\varphi$ as the embedding.
 
     Args:
         embedding: an embedding with an end point.
