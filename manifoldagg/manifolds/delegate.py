@@ -37,7 +37,7 @@ class Composite(Manifold):
 
 
 class Delegate(Composite):
-    """Base class of spaces that wrap one other space, and delegate formulas and declarations to it."""
+    """Base class of spaces that delegate formulas and declarations to one other space, their `base_space`."""
 
     @property
     @abc.abstractmethod
