@@ -99,7 +99,7 @@ class PathFit:
         self._last = self.start.clone() if time == "length" and self._sums else None
 
     def observe(self, point: Float[Tensor, "..."]) -> None:
-        r"""Add the next point $\theta_k$ (*space.shape) to the sums. The point is neither modified nor referenced afterwards."""
+        r"""Add the next point $\theta_k$ (*space.shape) to the sums. It is neither modified nor stored."""
         before = self._parameters[-1]
         # Without a stored last point, the parameter counts steps.
         now = before + (1.0 if self._last is None else self._step(self._last, point))
