@@ -1,4 +1,8 @@
-"""Embeddings: low-dimensional subsets of a manifold, such as curves, tunnels and simplices, and how to fit them."""
+"""Embeddings: low-dimensional subsets of a manifold, such as curves, tunnels and simplices, and how to fit them.
+
+An embedding is defined by control points, which are models. `fit` trains these control points, so that all models of
+the embedding have a low loss.
+"""
 
 from manifoldagg.curves.batchnorm import refresh_buffers
 from manifoldagg.curves.bezier import Bezier

@@ -30,9 +30,9 @@ def arc_length(speed: Speed, edges: Sequence[float]) -> Float[Tensor, ""]:
     """Compute the integral of the speed over [first edge, last edge].
 
     The quadrature is a composite Gauss-Legendre rule with 16 nodes per panel. A panel is bisected until its integral
-    agrees with the sum of the integrals of its halves. Kinks and cusps therefore need only a few more panels. The
-    relative error is 1e-12 if the speed is as accurate. The result is differentiable with respect to the tensors on
-    which `speed` depends.
+    agrees with the sum of the integrals of its halves, so kinks and cusps need only a few more panels. The relative
+    error is 1e-12 if the speed is as accurate. The result is differentiable with respect to the tensors on which
+    `speed` depends.
 
     Args:
         speed: a function from parameters (m, 16) to speeds.
@@ -84,6 +84,7 @@ def parameter_at_arc_length(speed: Speed, edges: Sequence[float], fraction: Floa
 
 
 def _quadrature(speed: Speed, low: Tensor, high: Tensor) -> Tensor:
+    # The nodes and weights of the rule on [-1, 1] are scaled to each panel [low, high].
     half = ((high - low) / 2).unsqueeze(-1)
     nodes, weights = _gauss_legendre()
     values = speed(low.unsqueeze(-1) + half * (1 + nodes.to(low.device)))
@@ -98,7 +99,7 @@ def _gauss_legendre() -> tuple[Tensor, Tensor]:
 
 
 def _panels(speed: Speed, edges: Sequence[float]) -> Tensor:
-    """Return the edges of panels on which the quadrature has converged."""
+    """Bisect the panels between the given edges until the quadrature has converged, and return all edges."""
     with torch.no_grad():
         cuts = torch.tensor(edges, dtype=torch.float64)
         low = cuts[:-1]

@@ -1,4 +1,8 @@
-"""Barycentric coordinates, and weighted Karcher means that are differentiable in the points and weights."""
+"""Barycentric coordinates, and weighted Karcher means that are differentiable in the points and weights.
+
+Barycentric coordinates are nonnegative weights with the sum 1. The weighted Karcher mean generalises the weighted
+arithmetic mean to curved spaces: it minimises the weighted sum of squared distances.
+"""
 
 import math
 from typing import Any
@@ -24,8 +28,8 @@ If more steps are needed, the points may be too far apart for a unique mean.
 def check_barycentric(coordinates: Any, n: int) -> Tensor:
     """Check that barycentric coordinates (*batch, n) are nonnegative and sum to 1, and return them.
 
-    The tolerance is the square root of the machine epsilon of the dtype. Inside functorch transforms, which hide the
-    values, only the shape is checked.
+    The tolerance is the square root of the machine epsilon of the dtype. Functorch transforms hide the values, so
+    inside them only the shape is checked.
 
     Raises:
         ArgumentError: if a coordinate is negative, or a sum is not 1.
@@ -67,9 +71,13 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
 
 
 def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
-    """Compute weighted Karcher means on one leaf. Implicit differentiation gives the derivatives."""
+    """Compute weighted Karcher means on a manifold that is not a product.
+
+    The derivatives follow from implicit differentiation of the equation that defines the mean.
+    """
     axis = -1 - len(space.shape)
     factor = weights.reshape(*weights.shape, *(1 for _ in space.shape))
+    # On a flat space, the mean has a closed form.
     if space.flat:
         return (factor * points).sum(axis)
     # Projection changes the points only by rounding. Detaching this change keeps the derivatives exact.
@@ -79,9 +87,10 @@ def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
         return mean
 
     def equation(u: Tensor, points: Tensor, factor: Tensor) -> Tensor:
-        """Evaluate the function $F(u)$ whose root $u = 0$ is the mean.
+        r"""Evaluate the function $F(u)$ of a vector $u$ at the mean $m$, whose root $u = 0$ is the mean.
 
-        The value is the normal part of u, minus the weighted sum of the logs at exp(tangent part of u).
+        $F(u)$ is the component of $u$ normal to the manifold, minus the weighted sum of the logarithms of the points at
+        $\exp_m(\text{tangent part of } u)$. The normal component makes the Hessian invertible.
         """
         m = mean.expand_as(u)
         tangent = space._project_tangent(m, u)
@@ -109,7 +118,10 @@ def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
 
 
 class _KarcherMeanFunction(torch.autograd.Function):
-    """An autograd function that computes Karcher means and supports vmap. It has no derivatives of its own."""
+    """An autograd function that computes Karcher means and supports vmap.
+
+    It has no derivatives of its own, because `_leaf_mean` adds them afterwards.
+    """
 
     @staticmethod
     def forward(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""Recomputation of BatchNorm statistics for a model on a curve."""
+"""Recomputation of BatchNorm statistics for a model on a curve.
+
+The running statistics of BatchNorm layers are averages over a training run. A model on a curve was never trained, so
+its statistics must be computed from data.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,9 +26,9 @@ def refresh_buffers(
 ) -> dict[str, Tensor]:
     """Compute the buffers of `model` at `point`, with BatchNorm statistics averaged over `batches`.
 
-    All batches have the same weight, as in `torch.optim.swa_utils.update_bn`. The other layers are in evaluation mode,
-    so dropout is inactive and no random numbers are drawn. The parameters, buffers and modes of the model do not
-    change. If the model has no BatchNorm layers, the batches are not read.
+    All batches have the same weight, as in `torch.optim.swa_utils.update_bn`. All layers except BatchNorm are in
+    evaluation mode, so dropout is inactive and no random numbers are drawn. The parameters, buffers and modes of the
+    model do not change. If the model has no BatchNorm layers, the batches are not read.
 
     Args:
         space: the space of the model's parameters.
@@ -61,7 +65,7 @@ def refresh_buffers(
 def refreshed_buffers(
     loss: ModelLoss, point: Float[Tensor, " P"], batches: Iterable[Any], norms: Sequence[_BatchNorm]
 ) -> dict[str, Tensor]:
-    """Compute the buffers of a model with the parameters `point`.
+    """Compute the buffers of the model of `loss` at the parameters `point`.
 
     The statistics of the BatchNorm layers `norms` are averaged over `batches`. Other buffers do not change.
 
@@ -72,11 +76,13 @@ def refreshed_buffers(
     """
     if not norms:
         return loss.buffers
+    # The replacements are reset and then updated, so the buffers of the model itself do not change.
     fresh = loss.with_buffers()
     for norm in norms:
         for buffer, value in ((norm.running_mean, 0), (norm.running_var, 1), (norm.num_batches_tracked, 0)):
             if buffer is not None:
                 fresh.replacement_of(buffer).fill_(value)
+    # An iterable may have no length, so whether it is empty is only known after the loop.
     read = False
     with evaluation_mode(loss.model), torch.no_grad():
         for norm in norms:
@@ -91,6 +97,7 @@ def refreshed_buffers(
         raise ArgumentError("batches: expected at least one batch, got an empty iterable")
     buffers = fresh.buffers
     statistics = {id(buffer) for norm in norms for buffer in (norm.running_mean, norm.running_var)}
+    # A NaN in the inputs or an overflow would silently make every later prediction NaN.
     for name, tensor in tensors_of(loss.model).items():
         if id(tensor) in statistics and not bool(buffers[name].isfinite().all()):
             raise DivergenceError(f"{name}: expected finite statistics at this point, got NaN or infinity")
@@ -118,6 +125,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _no_loss(output: Any, target: Any) -> Tensor:
+    # Only the outputs of the layers are needed, so the loss is never evaluated.
     raise NotImplementedError
 
 

@@ -1,6 +1,7 @@
 r"""Polynomials on [0, 1] in Bernstein form, $p(t) = \sum_i \binom{n}{i} t^i (1-t)^{n-i} c_i$.
 
-The module computes basis polynomials, products, roots and minima.
+The module computes basis polynomials, products, roots and minima of such polynomials. The Bernstein form is more
+accurate on [0, 1] than powers of $t$, because its basis polynomials are nonnegative and sum to 1.
 """
 
 import math
@@ -57,8 +58,12 @@ def basis(degree: int, t: Float[Tensor, "*batch"]) -> Float64[Tensor, "*batch n"
 
 
 def sqrt_quadratic_form(inner: Float64[Tensor, "..."], at: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    r"""Compute $\sqrt{w^\top G\, w}$ for weights $w$, (*batch,). The derivative at 0 is defined as 0."""
+    r"""Compute $\sqrt{w^\top G\, w}$ (*batch,) for weights $w$ = `at` and a matrix $G$ = `inner`.
+
+    If the value is 0, the derivative is defined as 0.
+    """
     value = torch.einsum("...i,...ij,...j->...", at, inner, at)
+    # The argument of the root is replaced before the root is taken. Otherwise the derivative at 0 would be NaN.
     positive = value > 0
     return torch.where(positive, torch.where(positive, value, 1.0).sqrt(), 0.0)
 
@@ -66,8 +71,8 @@ def sqrt_quadratic_form(inner: Float64[Tensor, "..."], at: Float64[Tensor, "..."
 def product_coefficients(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
     r"""Compute the Bernstein coefficients of a product of polynomials of the degrees p and q.
 
-    The product $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$ has the degree p + q and the coefficients
-    $c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} / \binom{p+q}{m}$.
+    With the Bernstein polynomials $B_i^p$ of degree p, the product $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$ has the
+    degree p + q. Its coefficients are $c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} / \binom{p+q}{m}$.
 
     Args:
         table: p + 1 rows of q + 1 entries $a_{ij}$: numbers, symbols or arrays.
@@ -78,6 +83,8 @@ def product_coefficients(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
         >>> product_coefficients([[1.0, 0.0], [0.0, 1.0]])
         [1.0, 0.0, 1.0]
     """
+    # Multiplied by its binomial, a Bernstein coefficient is the coefficient of t^i (1-t)^(n-i). In this basis, a
+    # product of polynomials is a convolution.
     p = len(table) - 1
     q = len(table[0]) - 1
     across = _binomials(q)
@@ -102,11 +109,9 @@ def derivative_coefficients(coefficients: Sequence[float]) -> list[float]:
 def roots(coefficients: Sequence[float]) -> Iterator[float]:
     """Yield the parameters in [0, 1] at which a polynomial changes its sign, in ascending order.
 
-    A value of 0 counts as negative.
-
-    The method bisects the interval until the Bernstein coefficients of each subinterval have at most one sign change.
-    By Descartes' rule of signs, the subinterval then contains at most one root. Newton's method with a bisection
-    safeguard computes the root.
+    A value of 0 counts as negative. The method bisects the interval until the Bernstein coefficients of each
+    subinterval have at most one sign change. By Descartes' rule of signs, the subinterval then contains at most one
+    root, which Newton's method with a bisection safeguard computes.
 
     Source: Lane, Riesenfeld 1981.
 
@@ -133,8 +138,8 @@ def roots(coefficients: Sequence[float]) -> Iterator[float]:
 def argmin(coefficients: Sequence[float]) -> float:
     """Return a global minimiser of a polynomial on [0, 1].
 
-    The minimiser is one of the critical points or an end of the interval. It is exact up to the rounding of the
-    coefficients.
+    The function compares the values at both ends and at all roots of the derivative. The result is therefore exact up
+    to the rounding of the coefficients.
 
     Example:
         >>> round(argmin([1.0, -1.0, 2.0]), 12)
@@ -148,8 +153,9 @@ def find_sign_change(
 ) -> Float64[Tensor, "*batch"]:
     """Find a sign change of each of several functions in its own interval [`low`, `high`].
 
-    Chandrupatla's method combines inverse quadratic interpolation with bisection, and always terminates. If a function
-    has the same sign at both ends, the result is `high` for a positive sign and `low` for a negative sign.
+    Chandrupatla's method combines inverse quadratic interpolation with bisection, so it converges fast and always
+    terminates. If a function has the same sign at both ends, the result is `high` for a positive sign and `low` for a
+    negative sign.
 
     Args:
         function: an elementwise function from (*batch,) to (*batch,).
@@ -172,12 +178,14 @@ def find_sign_change(
     resolution = torch.finfo(fx.dtype).eps
     t = torch.full_like(low, 0.5)
     for _ in range(MAX_ITERATIONS):
+        # The smallest fraction of the bracket that changes the iterate. If it exceeds 1/2, the bracket is resolved.
         least = resolution / (y - x).abs()
         done = ~changes | (least > 0.5) | (fx == 0) | (fy == 0)
         if bool(done.all()):
             break
         iterate = torch.where(done, x, x + t.maximum(least).minimum(1 - least) * (y - x))
         value = function(iterate)
+        # If the sign is the same as at x, the root is between the iterate and y, so x leaves the bracket.
         same = (value > 0) == (fx > 0)
         z = torch.where(same, x, y)
         fz = torch.where(same, fx, fy)
@@ -185,6 +193,8 @@ def find_sign_change(
         fy = torch.where(same, fy, fx)
         x = iterate
         fx = value
+        # Inverse quadratic interpolation is used only where it is monotonic between the three iterates. Chandrupatla's
+        # criterion in `xi` and `phi` tests this.
         xi = (x - y) / (z - y)
         phi = (fx - fy) / (fz - fy)
         reliable = (phi**2 < xi) & ((1 - phi) ** 2 < 1 - xi)
@@ -211,7 +221,7 @@ def _subdivide(coefficients: Sequence[float]) -> tuple[list[float], list[float]]
 
 
 def _isolated_root(piece: Sequence[float]) -> float:
-    """Compute the only sign change of a polynomial on [0, 1]."""
+    """Compute the root of a polynomial that changes its sign exactly once on [0, 1]."""
     rises = piece[-1] > 0
     # If no coefficient is negative, the polynomial is positive inside the interval and 0 at one end.
     if min(piece) == 0:
@@ -245,11 +255,12 @@ def _isolated_root(piece: Sequence[float]) -> float:
 def _evaluate(coefficients: Sequence[float], t: float) -> tuple[float, float]:
     """Evaluate a polynomial and its derivative at `t` in [0, 1] by de Casteljau's algorithm.
 
-    The algorithm uses only convex combinations, so no digits cancel.
+    The algorithm computes only convex combinations of the coefficients, so it adds no cancellation.
     """
     row = list(coefficients)
     n = len(row) - 1
     rest = 1 - t
+    # One interpolation before the last, two values remain. Their difference is the derivative, up to the factor n.
     for k in range(n, 1, -1):
         left = row[0]
         for i in range(k):

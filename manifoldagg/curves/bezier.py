@@ -26,9 +26,10 @@ MAX_DEGREE = 1000
 
 
 class BezierSpline(CurveEmbedding):
-    """Base class of splines that consist of Bézier pieces of the same degree. Neighbouring pieces share an end point.
+    """Base class of splines that consist of Bézier pieces of the same degree.
 
-    On a flat space, points are weighted sums of control points, and derivatives are weighted sums of their differences.
+    Neighbouring pieces share an end point. On a flat space, points are weighted sums of control points, and derivatives
+    are weighted sums of their differences.
     """
 
     degree: int
@@ -68,20 +69,24 @@ class BezierSpline(CurveEmbedding):
         )
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the velocity $\iota_\varphi'(t)$. Arguments, result and errors are the same as in `__call__`.
+        r"""Compute the velocity $\iota_\varphi'(t)$ of the curve $\iota_\varphi$ at the parameter `t`.
 
-        On a flat space, the velocity of one piece is a Bézier curve of degree n - 1, the hodograph
-        $n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i} (\varphi_{i+1} - \varphi_i)$. At the ends of a piece, the
-        velocity is $n \log_{\varphi_0} \varphi_1$ and $-n \log_{\varphi_n} \varphi_{n-1}$. At a joint, it is the
-        velocity of the piece that starts there.
+        On a flat space, the velocity of a curve with one piece of degree n is itself a Bézier curve of degree n - 1,
+        which is called the hodograph:
+
+        $$\iota_\varphi'(t) = n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i} (\varphi_{i+1} - \varphi_i).$$
+
+        On every space, the velocity at the ends of a piece is $n \log_{\varphi_0} \varphi_1$ and $-n \log_{\varphi_n}
+        \varphi_{n-1}$. A joint belongs to the piece that starts there. The arguments, the result and the errors are the
+        same as in `__call__`.
         """
         self._check_phi(phi)
         return self._derivative(phi, t, 1) if self.space.flat else super().velocity(phi, t)
 
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ at $t$.
+        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ of the curve $\iota_\varphi$ at $t$.
 
-        On a flat space, this is $\iota_\varphi''(t)$. At a joint, it is the acceleration of the piece that starts
+        On a flat space, this is the second derivative $\iota_\varphi''(t)$. A joint belongs to the piece that starts
         there.
         """
         self._check_phi(phi)
@@ -96,6 +101,7 @@ class BezierSpline(CurveEmbedding):
             # per order.
             rows = self.pieces**order * math.perm(self.degree, order) * phi.diff(n=order, dim=0)
         if self.pieces > 1:
+            # Each parameter uses the control points of its own piece, so the other coefficients are 0.
             zeros = coefficients.new_zeros(*piece.shape, len(rows))
             coefficients = zeros.scatter(-1, self._control_indices(piece, coefficients.shape[-1]), coefficients)
         return weighted_sum(coefficients, rows)
@@ -103,6 +109,7 @@ class BezierSpline(CurveEmbedding):
     def _speed(self, phi: Tensor) -> Speed:
         if not self.space.flat:
             return super()._speed(phi)
+        # The speed follows from a small Gram matrix, so the quadrature does not read the control points again.
         n = self.degree
         inner = torch.stack([differences_gram(phi[k * n : (k + 1) * n + 1]) for k in range(self.pieces)])
 
@@ -130,6 +137,8 @@ class BezierSpline(CurveEmbedding):
 @dataclass(frozen=True)
 class Bezier(BezierSpline):
     r"""The Bézier curve with the control points $\varphi_0, \dots, \varphi_n$, by de Casteljau's algorithm.
+
+    The algorithm interpolates along geodesics $\gamma$ between neighbouring points, until one point is left:
 
     $$\varphi_i^{k}(t) = \gamma(\varphi_i^{k-1}, \varphi_{i+1}^{k-1}; t), \qquad
       \gamma(x, y; t) = \exp_x(t \log_x y), \qquad \iota_\varphi(t) = \varphi_0^n(t).$$
@@ -182,7 +191,11 @@ class Bezier(BezierSpline):
         return weights(self.degree, t)
 
     def pull_phi(self, phi: Phi, x: Parameter, w: Points) -> Points:
-        r"""Pull a derivative `w` at a point of the curve back to the control points: $b_i(x)\, w$ on a flat space.
+        r"""Pull a derivative `w` at the point $\iota_\varphi(x)$ of the curve back to the control points.
+
+        If `w` is the derivative of a loss at this point, the result is its derivative with respect to the control
+        points. On a flat space, the derivative with respect to control point $i$ is $b_i(x)\, w$, where $b_i(x)$ is its
+        Bernstein weight.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -204,10 +217,11 @@ class Bezier(BezierSpline):
         return weighted_sum(coefficients.mT, w.reshape(len(coefficients), *phi.shape[1:]))
 
     def split(self, phi: Phi, t: float) -> tuple[Tensor, Tensor]:
-        r"""Split the curve at `t`, and return the control points of both parts.
+        r"""Split the curve $\iota$ at `t`, and return the control points of both parts.
 
-        The parts are $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$. On a curved space, they have the
-        correct end points, and agree with the curve up to an error of third order in its size.
+        The parts are $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$. On a curved space, a part of a Bézier
+        curve is not a Bézier curve in general. The result then has the correct end points, and its error is of third
+        order in the size of the curve.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -237,6 +251,7 @@ class Bezier(BezierSpline):
                 left[k, : k + 1] = basis(k, at)
                 right[k, k:] = basis(n - k, at)
             return weighted_sum(left, phi), weighted_sum(right, phi)
+        # The first and the last points of all levels of de Casteljau's algorithm are the control points of the parts.
         row = phi
         before = [phi[0]]
         after = [phi[-1]]
@@ -249,9 +264,9 @@ class Bezier(BezierSpline):
     def elevate(self, phi: Phi, times: int = 1) -> Points:
         r"""Return the control points of the same curve as a Bézier curve of higher degree.
 
-        The result belongs to `Bezier(space, degree + times)`. One elevation computes the points
-        $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$. On a curved space, the two curves have the same end points
-        and agree up to an error of third order in their size.
+        The result belongs to `Bezier(space, degree + times)`. One elevation computes the points $\gamma(\varphi_i,
+        \varphi_{i-1}; \tfrac{i}{n+1})$ on the geodesics between neighbouring control points. On a curved space, the two
+        curves have the same end points, and they differ by an error of third order in their size.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -283,9 +298,10 @@ class Bezier(BezierSpline):
     def through(
         self, points: Points, parameters: Float[Tensor, " m"] | None = None, *, fixed_ends: bool = False
     ) -> Points:
-        r"""Fit control points to data points by least squares: $\min_\varphi \sum_j |\iota_\varphi(t_j) - p_j|^2$.
+        r"""Fit control points to data points by least squares, $\min_\varphi \sum_j |\iota_\varphi(t_j) - p_j|^2$.
 
-        With degree + 1 data points, the curve interpolates them.
+        $p_j$ are the data points, and $\iota_\varphi(t_j)$ is the point of the curve at the parameter $t_j$. With
+        degree + 1 data points, the curve interpolates them.
 
         Args:
             points: data points (m, *space.shape) with m > degree.
@@ -324,6 +340,7 @@ class Bezier(BezierSpline):
         # The solution is linear in the points. Solving for the unit vectors gives coefficients, and one combination per
         # control point reads the points.
         target = torch.eye(len(points), dtype=torch.float64)
+        # Fixed end points are known, so their contribution is subtracted from the data.
         if fixed_ends:
             target[:, 0] -= design[:, 0]
             target[:, -1] -= design[:, -1]
@@ -334,9 +351,10 @@ class Bezier(BezierSpline):
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
         r"""Compute the parameters $t \in [0, 1]$ of the nearest points of the curve, and the distances.
 
-        On a flat space, the squared distance is a polynomial of degree 2n, and the method compares all roots of its
-        derivative. The result is a global minimum up to the rounding of the coefficients. On a curved space, the method
-        evaluates 32 parameters per control point and refines the best parameter. It can then miss the global minimum.
+        On a flat space, the squared distance is a polynomial of degree 2n, and the method compares the values at the
+        ends and at all roots of its derivative. The result is therefore a global minimum up to the rounding of the
+        coefficients. On a curved space, the method evaluates 32 parameters per control point and refines the best one,
+        so it can miss the global minimum.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -384,6 +402,7 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
         >>> de_casteljau(Flat(1), torch.tensor([[0.0], [2.0], [0.0]]), torch.tensor(0.5))
         tensor([1.])
     """
+    # The axis of the control points counts from the end, because a batch of polygons has further axes before it.
     axis = -1 - len(space.shape)
     s = t.double().reshape(*t.shape, *(1 for _ in range(-axis)))
     while (n := polygon.shape[axis]) > 1:
@@ -394,7 +413,7 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
 
 
 def weighted_sum(weights: Float[Tensor, "*batch k"], points: Float[Tensor, "k ..."]) -> Float[Tensor, "..."]:
-    """Compute weighted sums (*batch, *shape) of points (k, *shape), in the dtype of the points even under autocast."""
+    """Compute weighted sums (*batch, *shape) of points (k, *shape) in the dtype of the points, even under autocast."""
     with torch.autocast(points.device.type, enabled=False):
         sums = weights.to(points.dtype) @ points.reshape(len(points), math.prod(points.shape[1:]))
     return sums.reshape(*weights.shape[:-1], *points.shape[1:])

@@ -26,12 +26,12 @@ VolumeMode = Literal["face", "volume"]
 class Complex(Hull):
     r"""A simplicial complex: simplices (faces) with shared vertices $\varphi_0, \dots, \varphi_{V-1}$.
 
-    A coordinate vector $x \in \mathbb{R}^V$ contains barycentric coordinates that are nonzero only for the vertices of
-    one face. Its image $\iota_\varphi(x)$ is a point of this face, as in a
+    A coordinate vector $x \in \mathbb{R}^V$ contains one barycentric coordinate for each vertex. Only the vertices of
+    one face may have nonzero coordinates. The image $\iota_\varphi(x)$ is a point of this face, as in a
     [`Simplex`][manifoldagg.curves.simplex.Simplex].
 
-    Two faces agree on their intersection. On a curved space, a point of several faces has the derivatives of the first
-    face.
+    A point of several faces has the same image for each of them. On a curved space, its derivatives are those of the
+    first face that contains it.
 
     Args:
         space: as for a simplex.
@@ -89,6 +89,7 @@ class Complex(Hull):
             >>> Complex(Flat(2), ((0, 1), (2, 3), (1, 4))).components
             ((0, 1, 4), (2, 3))
         """
+        # Each face merges all components that share a vertex with it.
         parts: list[set[int]] = []
         for face in self.faces:
             disjoint = [part for part in parts if part.isdisjoint(face)]
@@ -96,7 +97,10 @@ class Complex(Hull):
         return tuple(sorted(tuple(sorted(part)) for part in parts))
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
-        """Draw barycentric coordinates (*batch, V): a face with equal probability, then a uniform point of it."""
+        """Draw barycentric coordinates (*batch, V) of random points.
+
+        For each point, the method draws a face, with equal probabilities, and then a uniform point of this face.
+        """
         device = None if generator is None else generator.device
         return self._sample_in_faces(
             torch.randint(len(self.faces), batch, generator=generator, device=device), generator
@@ -109,9 +113,9 @@ class Complex(Hull):
         by: VolumeMode = "volume",
         generator: torch.Generator | None = None,
     ) -> Float64[Tensor, "..."]:
-        """Draw barycentric coordinates (*batch, V) of uniformly distributed points of the complex.
+        """Draw barycentric coordinates (*batch, V) of random points of the complex.
 
-        By default, the probability of a face is proportional to its volume.
+        By default, the probability of a face is proportional to its volume, so the points are uniformly distributed.
 
         Args:
             phi: the vertices (V, *space.shape).
@@ -127,18 +131,21 @@ class Complex(Hull):
         shares = self._volume_fractions(phi)
         if not bool(shares.any()):
             raise ArgumentError("phi: expected a face with a positive volume, got only degenerate faces")
+        # `multinomial` requires its probabilities on the device of the generator.
         shares = shares if generator is None else shares.to(generator.device)
         # `multinomial` does not accept 0 draws, so one additional face is drawn and discarded.
         faces = shares.multinomial(math.prod(batch) + 1, replacement=True, generator=generator)
         return self._sample_in_faces(faces[1:].reshape(batch), generator)
 
     def log_volumes(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, " faces"]:
-        """Compute the log-volume of each face, with `Simplex.log_volume`."""
+        """Compute the log-volume (faces,) of each face, as `Simplex.log_volume` does."""
         self._check_phi(phi)
         return torch.stack([Simplex(self.space, len(face)).log_volume(phi[list(face)]) for face in self.faces])
 
     def volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
-        """Compute the sum of the volumes of the faces on a flat space. Overlapping parts count more than once.
+        """Compute the sum of the volumes of the faces on a flat space.
+
+        If faces overlap, the overlap counts for each of them.
 
         Raises:
             ArgumentError: if the space is curved, `phi` is invalid, or the faces have different dimensions.
@@ -148,9 +155,10 @@ class Complex(Hull):
         return torch.stack([Simplex(self.space, len(face)).volume(phi[list(face)]) for face in self.faces]).sum()
 
     def log_volume(self, phi: Float[Tensor, "size ..."], *, by: VolumeMode = "volume") -> Float64[Tensor, ""]:
-        r"""Compute a volume regulariser from the volumes $V_f$ of the faces: $\log \sum_f V_f$.
+        r"""Compute a volume regulariser from the volumes $V_f$ of the faces.
 
-        With `by="face"`, the regulariser is $\sum_f \log V_f$ instead, which prevents the collapse of single faces.
+        By default, it is $\log \sum_f V_f$, the logarithm of the total volume. With `by="face"`, it is $\sum_f \log
+        V_f$, which prevents single faces from collapsing.
 
         Raises:
             ArgumentError: if the space is curved, `phi` is invalid, or the volumes of faces of different dimensions
@@ -170,15 +178,16 @@ class Complex(Hull):
     def log_volume_gradient(
         self, phi: Float[Tensor, "size ..."], *, by: VolumeMode = "volume"
     ) -> Float[Tensor, "size ..."]:
-        r"""Compute the gradient of `log_volume`, $\sum_f s_f\, \partial \log V_f$.
+        r"""Compute the gradient of `log_volume` with respect to the vertices, $\sum_f s_f\, \partial \log V_f$.
 
-        The factor is $s_f = V_f / \sum V$, or $s_f = 1$ with `by="face"`.
+        The factor of a face with the volume $V_f$ is $s_f = V_f / \sum V$. With `by="face"`, it is $s_f = 1$.
         """
         check_choice("by", by, ("face", "volume"))
         self._check_phi(phi)
         shares = phi.new_ones(len(self.faces), dtype=torch.float64) if by == "face" else self._volume_fractions(phi)
         gradient = torch.zeros_like(phi, dtype=torch.float64)
         for face, share in zip(self.faces, shares, strict=True):
+            # A shared vertex receives the sum of the gradients of its faces, accumulated in float64.
             own = Simplex(self.space, len(face)).log_volume_gradient(phi[list(face)].double())
             gradient.index_add_(0, torch.tensor(face, device=phi.device), share * own)
         return gradient.to(phi.dtype)
@@ -203,7 +212,7 @@ class Complex(Hull):
         return chosen[0], nearest
 
     def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
-        """Return the weights of the vertices: the coordinates `x` (*batch, V) divided by their sum, in float64."""
+        """Return the weights of the vertices in float64: the coordinates `x` (*batch, V) divided by their sum."""
         self._containing_face(x)
         return super().weights(x)
 
@@ -238,7 +247,7 @@ class Complex(Hull):
         return face
 
     def _sample_in_faces(self, face: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Draw a uniform point of each given face by normalising exponential variables."""
+        """Draw a uniform point of each given face, and return its barycentric coordinates."""
         # Normalised exponential variables are uniformly distributed on a simplex (Dirichlet distribution).
         spacings = torch.empty(*face.shape, self.size, dtype=torch.float64, device=face.device)
         spacings = spacings.exponential_(generator=generator) * self._membership(face.device)[face]

@@ -1,4 +1,4 @@
-"""Trainable control points of an embedding: selection, initial values and parametrisation."""
+"""Trainable control points of an embedding: which points are trained, how they start, and how they are parametrised."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +20,9 @@ __all__ = ["Control", "FreePoints", "initial_points"]
 @dataclass(frozen=True)
 class Control:
     r"""Settings for the inner control points of an embedding in a fit.
+
+    The inner control points are all points except the first and the last one. Below, $\Theta^t$ is the base point of
+    the fit, and the chord is the line or geodesic from the first to the last point.
 
     Args:
         rate: the learning rate of the inner points. The default is the learning rate of the end points.
@@ -62,6 +65,7 @@ class Control:
         """
         if self.free is None:
             return {*range(1, size - 1)}
+        # Negative indices count from the end, and two indices of one point are an error.
         is_valid = isinstance(self.free, Sequence) and all(isinstance(i, int) and -size <= i < size for i in self.free)
         trainable = {i % size for i in self.free} if is_valid else set()
         if not trainable or len(trainable) < len(self.free):
@@ -108,13 +112,13 @@ class FreePoints:
 
     By default, each parameter is a view of $\varphi$, and consecutive inner points share one parameter. With
     `projection`, which requires a flat space, the parameter of the inner points contains their displacements $\delta_i$
-    from the chord:
+    from equally spaced points $c_i$ of the chord $\Delta$:
 
     $$\varphi_i = c_i + \delta_i - \gamma \operatorname{proj}_\Delta \delta_i, \qquad
       c_i = \varphi_0 + \tfrac{i}{n} \Delta, \qquad \Delta = \varphi_n - \varphi_0.$$
 
-    The inner points then move together with the end point. With $\gamma = 1$, they can bend the curve but cannot move
-    along the chord.
+    If the end point moves, the inner points then move with it. With $\gamma = 1$, the displacements can bend the curve,
+    but cannot move a point along the chord.
 
     Args:
         phi: the points (size, *space.shape). The tensor is modified in place.
@@ -127,6 +131,7 @@ class FreePoints:
         self.free = free
         self.projection = projection
         last = len(phi) - 1
+        # `phi[last]` is a view, so an optimiser step on this parameter changes φ in place.
         self.end = Parameter(phi[last])
         self.start = Parameter(phi[0])
         self.shift: Parameter | None = None
@@ -140,6 +145,7 @@ class FreePoints:
 
     def groups(self, rate: float, control_rate: float) -> list[dict[str, Any]]:
         """Return the parameter groups of the end points and of the inner points."""
+        # With a single control point, the end is also the start and must not be in two groups.
         starts = [self.start] if 0 in self.free and len(self.phi) > 1 else []
         inner = [{"params": list(self.inner.values()), "lr": control_rate}] if self.inner else []
         return [{"params": [self.end, *starts], "lr": rate}, *inner]
@@ -149,6 +155,7 @@ class FreePoints:
         pulled = derivative
         if self.shift is not None:
             # The end point also moves the inner points along the chord, so its gradient includes their derivatives.
+            # The vector-Jacobian product of `_assemble` computes all gradients.
             pulled = torch.func.vjp(self._assemble, self.phi[0], self.phi[-1], self.shift.detach())[1](derivative)
             pulled = torch.cat([pulled[0].unsqueeze(0), pulled[2], pulled[1].unsqueeze(0)])
         for (a, b), parameter in self.inner.items():
@@ -199,6 +206,7 @@ def initial_points(
         check_finite(name, check_shape(name, x, *shape))
         if (x.dtype, x.device) != (first.dtype, first.device):
             raise ArgumentError(f"{name}: expected {first.dtype} on {first.device}, got {x.dtype} on {x.device}")
+        # On a flat space, every finite tensor is a point. Elsewhere, exp and log are undefined off the manifold.
         if not space.flat and "project" in space.capabilities:
             check_point(space, x.detach(), name=name)
     points = embedding.collapse(first.detach()) if phi is None else phi.detach().clone()

@@ -1,4 +1,4 @@
-"""Diagnostics of a curve in a loss landscape: its barrier, its curvature, and the ratio of the losses to the chord."""
+"""Diagnostics of a curve in a loss landscape: its barrier, its curvature, and how its losses compare to its chord."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,6 +36,8 @@ The distance is larger than the rounding error of the parameter, but too small t
 class Barrier:
     """The losses $L$ along a curve and along its chord.
 
+    The chord is the direct path between the ends of the curve: a straight line or, on a curved space, a geodesic.
+
     Attributes:
         t: (m,), the parameters of the curve at which the losses are evaluated.
         fraction: (m,), `t`, or the fraction of the length before each point.
@@ -53,7 +55,10 @@ class Barrier:
 
     @property
     def height(self) -> float:
-        r"""The barrier of the curve, $\max_t\, L(\iota(t)) - (1 - t) L(\iota(0)) - t L(\iota(1)) \ge 0$."""
+        r"""The barrier of the curve $\iota$, $\max_t\, L(\iota(t)) - (1 - t) L(\iota(0)) - t L(\iota(1)) \ge 0$.
+
+        It is the largest excess of the loss $L$ over the linear interpolation between the losses at both ends.
+        """
         return self._excess(self.losses).max().item()
 
     @property
@@ -108,13 +113,14 @@ class Barrier:
     def _excess(self, losses: Tensor) -> Tensor:
         """Return the losses minus the linear interpolation between both ends, which is exactly 0 at the ends."""
         excess = losses - torch.lerp(losses[0], losses[-1], self.fraction)
+        # Rounding of the interpolation must not cause a barrier at an end.
         excess[[0, -1]] = 0
         return excess
 
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    r"""The curvature of a path: the length $k$ of its curvature vector.
+    r"""The curvature of a path at several parameters, which is the length $k$ of its curvature vector.
 
     Attributes:
         t: (m,), the parameters at which the curvature is evaluated.
@@ -143,11 +149,12 @@ class Curvature:
 def barrier(
     curve: CurveEmbedding, phi: Phi, function: Callable[[Tensor], float], *, points: int = 101, by: str = "parameter"
 ) -> Barrier:
-    r"""Compute the barrier of the loss along a curve and along its chord.
+    r"""Compute the barrier of the loss $L$ along a curve $\iota_\varphi$ and along its chord.
 
     $$\max_{t}\; L(\iota_\varphi(t)) - \big( (1 - t)\, L(\iota_\varphi(0)) + t\, L(\iota_\varphi(1)) \big)$$
 
-    The maximum is taken over a grid that contains both ends, so a barrier is never negative.
+    The barrier is the largest excess of the loss over the linear interpolation between the losses at both ends. The
+    maximum is taken over a grid that contains both ends, so a barrier is never negative.
 
     Args:
         curve: a curve on any space. On a curved space the chord is the geodesic between the ends.
@@ -187,6 +194,7 @@ def barrier(
     start = curve(phi, 0.0)
     end = curve(phi, 1.0)
     ends = [_value(function, start, "t = 0"), _value(function, end, "t = 1")]
+    # Curve and chord share their ends, so the losses there are evaluated once.
     inner = list(zip(t[1:-1].tolist(), part[1:-1].tolist(), strict=True))
     losses = [_value(function, curve(phi, s), f"t = {s:g}") for s, _ in inner]
     chord = [_value(function, geodesic(curve.space, start, end, s), f"{s:g} of the chord") for _, s in inner]
@@ -195,15 +203,15 @@ def barrier(
 
 
 def chord_ratio(profile: Barrier) -> float:
-    r"""Compute the mean ratio of the loss along the chord to the loss along the curve.
+    r"""Compute the mean ratio of the loss $L$ along the chord to the loss along the curve.
 
     $$\int_0^1 \frac{L(\hat\gamma(\lambda))}{L(\gamma(\lambda))}\, d\lambda,$$
 
     where $\gamma$ is the curve and $\hat\gamma$ is the chord, both at the fraction $\lambda$ of their length.
 
-    The ratio estimates the quality $Q$ of a learned manifold. The Report assumes that $L(\gamma(\lambda))$ is at most
-    $1/Q$ times $L(\hat\gamma(\lambda))$ for every $\lambda$. At the ends, both losses are equal, so no $Q > 1$
-    satisfies the assumption as printed.
+    The ratio estimates the quality $Q$ of a learned manifold. Assumption 6 of the source states that
+    $L(\gamma(\lambda))$ is at most $1/Q$ times $L(\hat\gamma(\lambda))$ for every $\lambda$. At the ends, both losses
+    are equal, so no $Q > 1$ satisfies the assumption as printed. The mean ratio is defined nevertheless.
 
     Args:
         profile: the result of [`barrier`][manifoldagg.curves.diagnostics.barrier] with `by="length"`, for a positive
@@ -232,7 +240,7 @@ def chord_ratio(profile: Barrier) -> float:
 
 
 def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvature:
-    r"""Compute the curvature and the total turning of a curve.
+    r"""Compute the curvature $k$ and the total turning $\int k\, ds$ of a curve.
 
     With the velocity $v$ and the covariant acceleration $a$, they are
 
@@ -240,7 +248,7 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
       \int k\, ds = \int_0^1 k\, \|v\|\, dt + \sum \angle,$$
 
     where the sum is over the angles at the corners of a piecewise curve. A geodesic has the curvature 0. If $\|v\|$ is
-    below 1e-12 times its mean, the curvature counts as 0.
+    below 1e-12 times its mean, rounding destroys the direction of $v$, so the curvature counts as 0.
 
     Args:
         curve: a curve on any space.
@@ -301,7 +309,7 @@ def _value(function: Callable[[Tensor], float], point: Tensor, label: str) -> fl
 def _turning_rate(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float) -> tuple[Tensor, Tensor]:
     """Compute the speed, and the turning rate in radians per unit of t.
 
-    If the speed is below `min_norm`, the turning rate is 0.
+    If the speed is below `min_norm`, its direction is undefined, and the turning rate is 0.
     """
     parameters = t.flatten()
     point = curve(phi, parameters)
@@ -319,7 +327,7 @@ def _turning_rate(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float
 def _joint_angles(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float) -> Tensor:
     """Compute the angles in [0, π] between the velocities before and after each joint.
 
-    If one of the speeds is below `min_norm`, the angle is 0.
+    If one of the two speeds is below `min_norm`, its direction is undefined, and the angle is 0.
     """
     point = curve(phi, t)
     before = curve.velocity(phi, t - LEFT_OFFSET)

@@ -1,11 +1,13 @@
 r"""The parameter at which a Bézier curve reaches a given fraction of its chord length, computed exactly.
 
-The squared distance from the start is a polynomial of degree 2n. With the displacements $v_i = \varphi_i - \varphi_0$
-and their Gram matrix $G$,
+Let $\varphi_0, \dots, \varphi_n$ be the control points, $v_i = \varphi_i - \varphi_0$ their displacements from the
+start, and $G$ the Gram matrix of the displacements. The squared distance of the curve from its start is then a
+polynomial of degree 2n:
 
 $$d^2(s) = b(s)^\top G\, b(s), \qquad b_i(s) = \tbinom{n}{i} s^i (1-s)^{n-i}.$$
 
-The signs of its Bernstein coefficients isolate the first root of $d^2(s) = \rho^2\, d^2(1)$, which is Manifold (12).
+The curve reaches the fraction $\rho$ of the chord length at the first root of $d^2(s) = \rho^2\, d^2(1)$ (equation (12)
+of Manifold). The signs of the Bernstein coefficients isolate this root.
 """
 
 import math
@@ -34,7 +36,8 @@ Gram = Sequence[Sequence[Any]]
 def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overshoot: str = "clamp") -> float:
     r"""Find the first parameter at which a curve reaches the fraction $\rho$ of its chord length.
 
-    This is the smallest $s \ge 0$ with $\|\iota(s) - \varphi_0\| = \rho\,\|\iota(1) - \varphi_0\|$.
+    For a curve $\iota$ with the start $\varphi_0$, this is the smallest $s \ge 0$ with $\|\iota(s) - \varphi_0\| =
+    \rho\,\|\iota(1) - \varphi_0\|$.
 
     Args:
         displacements: $\varphi_1 - \varphi_0, \dots, \varphi_n - \varphi_0$, (n, P). For a quadratic curve, these are
@@ -104,16 +107,19 @@ def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "c
 
 
 def squared_distance(inner: Gram) -> list[Any]:
-    """Compute the Bernstein coefficients of d² from the Gram matrix of the displacements."""
+    """Compute the Bernstein coefficients of the squared distance from the start.
+
+    Args: inner: the Gram matrix of the displacements.
+    """
     # The displacement v_0 of the start is 0, so its row and column of the Gram matrix are 0.
     zeros = [0.0] * (len(inner) + 1)
     return product_coefficients([zeros, *([0.0, *row] for row in inner)])
 
 
 def _monomial_coefficients(inner: Gram) -> list[float]:
-    """Compute the coefficients of d² in powers of s, which are more accurate than Bernstein weights for s > 1.
+    """Compute the coefficients of the squared distance in powers of s, which are more accurate for s > 1.
 
-    The curve is Σ_k s^k a_k with a_k = Σ_i (-1)^{k-i} C(n,k) C(k,i) v_i.
+    The curve is Σ_k s^k a_k with a_k = Σ_i (-1)^{k-i} C(n,k) C(k,i) v_i, where v_i are the displacements.
     """
     n = len(inner)
     to_power = [[(-1) ** (k - i) * math.comb(n, k) * math.comb(k, i) for i in range(1, n + 1)] for k in range(1, n + 1)]
@@ -131,7 +137,7 @@ def _monomial_coefficients(inner: Gram) -> list[float]:
 
 
 def _bernstein_coefficients(powers: Sequence[float], end: float) -> list[float]:
-    """Convert coefficients of powers to Bernstein coefficients on [0, end]."""
+    """Convert the coefficients of powers of s to Bernstein coefficients on [0, end]."""
     n = len(powers) - 1
     scaled = [value * end**m / math.comb(n, m) for m, value in enumerate(powers)]
     return [sum(math.comb(k, m) * scaled[m] for m in range(k + 1)) for k in range(n + 1)]

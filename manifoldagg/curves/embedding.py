@@ -20,9 +20,9 @@ Coordinates = float | Float[Tensor, "..."]
 class Embedding(abc.ABC):
     r"""A low-dimensional subset of the space of models, such as a curve, that is defined by control points.
 
-    Mathematically, an embedding is a map $\iota_\varphi : M \to M_\Theta$ from coordinates $x \in M$ to models. The
-    control points $\varphi$ are `size` models in one tensor (size, *space.shape). Coordinates are a tensor
-    (*batch, *domain), where `domain` is `()` for a curve and (m,) for m coordinates.
+    Mathematically, an embedding is a map $\iota_\varphi : M \to M_\Theta$ from coordinates $x \in M$ to models in the
+    space $M_\Theta$. The control points $\varphi$ are `size` models in one tensor (size, *space.shape). Coordinates are
+    a tensor (*batch, *domain), where `domain` is `()` for a curve and (m,) for m coordinates.
 
     An embedding does not store $\varphi$, which is an argument of its methods. All methods are differentiable with
     respect to $\varphi$ and $x$, unless they state otherwise.
@@ -67,10 +67,10 @@ class Embedding(abc.ABC):
         return self
 
     def path_coordinates(self, s: Float[Tensor, "*batch"]) -> Float[Tensor, "..."]:
-        r"""Compute the coordinates $x(s)$ of the geodesic of $M$ from the start to the end point $\omega$.
+        r"""Compute the coordinates $x(s)$ of the path from the start to the end point of the embedding.
 
-        An embedding with an end point maps $x(0)$ to the first control point and $x(1) = \omega$ to the last one. For a
-        curve, $x(s) = s$.
+        The path is a geodesic of the domain. It starts at coordinates that map to the first control point, and ends at
+        coordinates $\omega = x(1)$ that map to the last control point. For a curve, $x(s) = s$.
 
         Args:
             s: parameters (*batch,) in [0, 1].
@@ -94,14 +94,18 @@ class Embedding(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no contains")
 
     def collapse(self, point: Float[Tensor, "..."]) -> Float[Tensor, "size ..."]:
-        r"""Return the control points $\varphi_\Theta$ that map all of $M$ to the single point $\Theta$."""
+        """Return control points for which every point of the embedding is the given point."""
         check_shape("point", point, *self.space.axes)
         return point.expand(self.size, *point.shape).clone()
 
     def push(
         self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."], u: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        r"""Compute the pushforward $d\iota_\varphi(x)\, u$ of a tangent vector `u` (*batch, *domain), by one jvp."""
+        r"""Compute the pushforward $d\iota_\varphi(x)\, u$ of a tangent vector `u` (*batch, *domain), by one jvp.
+
+        The pushforward is the derivative of the point $\iota_\varphi(x)$ in the direction `u` of the coordinates.
+        """
+        # Forward mode does not accept expanded tensors, whose entries share memory.
         pushed: Tensor = torch.func.jvp(lambda at: self(phi, at), (x.contiguous(),), (u.contiguous(),))[1]
         return pushed
 
@@ -110,7 +114,9 @@ class Embedding(abc.ABC):
     ) -> Float[Tensor, "..."]:
         r"""Compute the pullback $d\iota_\varphi(x)^* w$ of a derivative `w` (*batch, *space.shape), by one vjp.
 
-        It satisfies $\langle w, \mathrm{push}(u) \rangle = \langle \mathrm{pull}(w), u \rangle$ in coordinates.
+        If `w` is the derivative of a loss at $\iota_\varphi(x)$, the result is its derivative with respect to the
+        coordinates. It satisfies $\langle w, \mathrm{push}(u) \rangle = \langle \mathrm{pull}(w), u \rangle$ for every
+        $u$.
         """
         pulled: Tensor = torch.func.vjp(lambda at: self(phi, at), x)[1](w)[0]
         return pulled
@@ -118,13 +124,21 @@ class Embedding(abc.ABC):
     def pull_phi(
         self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
     ) -> Float[Tensor, "size ..."]:
-        r"""Pull a derivative `w` at $\iota_\varphi(x)$ back to the control points $\varphi$."""
+        r"""Pull a derivative `w` at the point $\iota_\varphi(x)$ back to the control points $\varphi$, by one vjp.
+
+        If `w` is the derivative of a loss at this point, the result is its derivative with respect to the control
+        points.
+        """
         pulled: Tensor = torch.func.vjp(lambda points: self(points, x), phi)[1](w)[0]
         return pulled
 
     def metric(self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."]) -> Float[Tensor, "*batch m m"]:
-        r"""Compute the pullback metric $J^\top G J$ at $x$, which is positive semi-definite. For a curve, m = 1."""
+        r"""Compute the pullback metric $J^\top G J$ at $x$, which is positive semi-definite.
+
+        $J$ is the Jacobian of $\iota_\varphi$ at $x$, and $G$ is the metric of the space. For a curve, m = 1.
+        """
         batch = x.shape[: x.ndim - len(self.domain)]
+        # The pushforwards of the unit vectors are the columns of the Jacobian.
         unit = torch.eye(self.domain[0], dtype=x.dtype, device=x.device) if self.domain else x.new_ones(1)
         columns = [self.push(phi, x, e.expand(x.shape)) for e in unit]
         point = self(phi, x)
@@ -149,5 +163,6 @@ class Embedding(abc.ABC):
 
 def rounding_error(phi: Float[Tensor, "control ..."], *others: Tensor) -> float:
     """Return a bound on the rounding error of a control point in the least precise of the given dtypes."""
+    # The squares of large float32 entries would overflow, so the norms are accumulated in float64.
     sizes = torch.linalg.vector_norm(phi.detach().flatten(1), dim=1, dtype=torch.float64)
     return max(torch.finfo(x.dtype).eps for x in (phi, *others)) * float(sizes.max())

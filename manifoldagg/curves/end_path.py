@@ -11,10 +11,11 @@ __all__ = ["EndPath"]
 
 @dataclass(frozen=True)
 class EndPath(CurveEmbedding):
-    r"""The curve $s \mapsto \iota_\varphi(x(s))$, where $x$ is the geodesic of $M$ from the start to the end point.
+    r"""The curve from the start to the end point of an embedding: $s \mapsto \iota_\varphi(x(s))$.
 
-    $x(0)$ maps to $\varphi_0$, and $x(1) = \omega$ maps to the last control point. The method `path_coordinates` of the
-    embedding computes $x(s)$. The curve has the same control points $\varphi$ as the embedding.
+    The coordinates $x(s)$ are a geodesic of the domain, which the method `path_coordinates` of the embedding computes.
+    The curve starts at the first control point $\varphi_0$. It ends at the last control point, whose coordinates are
+    $\omega = x(1)$. The curve has the same control points $\varphi$ as the embedding.
 
     Args:
         embedding: an embedding with an end point.

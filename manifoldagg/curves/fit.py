@@ -72,7 +72,7 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A fitted embedding, with the losses and the state of the fit.
+    """The result of a fit: the learned control points, the losses, and the state from which the fit can be resumed.
 
     Attributes:
         phi: the learned points (size, *space.shape).
@@ -120,18 +120,21 @@ def fit(
     resume: Mapping[str, Any] | str | Path | None = None,
     generator: torch.Generator | None = None,
 ) -> Fit:
-    r"""Learn a curve of low loss that starts at $\Theta^t$ = `start`.
+    r"""Learn an embedding of low loss, such as a curve, that starts at $\Theta^t$ = `start`.
+
+    With the loss $\ell$ of a batch $X$ and random coordinates $S$, the fit minimises
 
     $$\min_\varphi\; \mathbb{E}_{S \sim P,\, X}\Big[\ell(X; \iota_\varphi(S))
         + \tfrac{\mu}{2}\,d(\iota_\varphi(S), \Theta^t)^2\Big] - \lambda \log \operatorname{vol} \varphi,
         \qquad \varphi_0 = \Theta^t .$$
 
-    The fit has two phases:
+    The second term is the proximal term of `training`, and the third term is the volume regulariser of `control`. The
+    fit has two phases:
 
     1. The first phase trains only the last point, as in ordinary training ($P = \delta_1$).
     2. The second phase trains all free points. It draws $S$ for each batch, by default uniformly, on $[0, 1]$ for a
        curve. The gradient at $\iota_\varphi(S)$ is pulled back to the free points. For a Bézier curve on a flat space,
-       this multiplies the gradient by $b_i(S)$.
+       this multiplies the gradient by the Bernstein weights $b_i(S)$.
 
     A step costs `sampling.samples` forward and backward passes of the model, independently of the size of $\varphi$.
 
@@ -200,6 +203,7 @@ def fit(
     sampling.check(curve)
     if isinstance(training.proximal, ProximalTerm) and not curve.space.flat:
         raise ArgumentError(f"proximal: expected a number on the curved space {curve.space}, got {training.proximal}")
+    # With `relative`, the parameters of the inner points are displacements from the chord.
     relative = control.check(curve, alternate=phases.alternate)
     free = control.indices(curve.size)
     base, points = initial_points(curve, start, end, phi)
@@ -233,9 +237,12 @@ def fit(
     objective = _Objective(curve, loss, base, training, control.volume)
     now = schedule.progress
     for phase, batch in schedule:
+        # The first phase is ordinary training of the last point, so no derivative is pulled back.
         if phase == 0:
             value, learner.end.grad = objective.at(points[-1], batch, len(losses))
         else:
+            # The chord is known only after the first phase, so the inner points are set at the first step of the
+            # second phase.
             if now.steps[1] == 1 and phi is None:
                 control.initialize(curve.space, points)
             # The end point has moved since the previous pass, so old momenta of the displacements have lost their
@@ -258,6 +265,7 @@ def fit(
             learner.refresh()
             if phases.callback(len(losses) - 1, value, points.clone()) is True:
                 break
+    # Without a second phase, the result is the chord.
     if now.steps[1] == 0 and phi is None:
         control.initialize(curve.space, points)
     learner.refresh()
@@ -276,7 +284,10 @@ def fit(
 
 @dataclass(frozen=True, eq=False)
 class _Objective:
-    """The objective of a fit. Only the derivatives include the proximal and volume terms."""
+    """The objective of a fit.
+
+    Its values are the pure losses, but its derivatives also include the proximal and volume terms.
+    """
 
     curve: Embedding
     loss: Loss
@@ -300,7 +311,7 @@ class _Objective:
     def at_coordinates(
         self, phi: Tensor, batch: Any, step: int, coordinates: Iterable[tuple[float, Coordinates]]
     ) -> tuple[float, Tensor]:
-        """Compute the weighted mean of the losses at several coordinates, and its derivative."""
+        """Compute the weighted mean of the losses at several coordinates, and its derivative with respect to `phi`."""
         mean = 0.0
         total = torch.zeros(())
         for k, (weight, x) in enumerate(coordinates):
@@ -327,6 +338,7 @@ def _log_volume_gradient(embedding: Any, phi: Tensor) -> Tensor:
 def _restore(
     state: Mapping[str, Any], learner: FreePoints, optimizer: torch.optim.Optimizer, generator: torch.Generator | None
 ) -> None:
+    # `load_state_dict` keeps references to the tensors, which the fit would modify in the caller's state.
     saved = copy.deepcopy(state["optimizer"])
     try:
         if (state["shift"] is None) != (learner.shift is None):

@@ -13,9 +13,10 @@ __all__ = ["rotation_minimising"]
 def rotation_minimising(
     control: Control, t: Times, *, start: Float64[Tensor, "k m"], steps: int = 64
 ) -> Float64[Tensor, "*times k m"]:
-    r"""Transport normal vectors along the curve from $t = 0$ without rotation about the tangent: $R' \parallel b'$.
+    """Transport normal vectors along a curve $b$ from $t = 0$ without rotation about the tangent.
 
-    The method is double reflection between the points of an equidistant grid:
+    The derivative $R'$ of the transported vectors is therefore parallel to the tangent $b'$. The method is double
+    reflection between the points of an equidistant grid:
 
     1. The first reflection is in the bisecting plane of the chord between two points.
     2. The second reflection maps the reflected tangent to the tangent at the new point.
@@ -50,12 +51,13 @@ def rotation_minimising(
     while stride < steps:
         rotations = torch.cat([rotations[:stride], rotations[stride:] @ rotations[:-stride]])
         stride *= 2
+    # The last double reflection starts at the grid point before `t`. Its index has no derivative.
     previous = (t.detach() * steps).floor().clamp(0, steps - 1).long()
     return _double_reflection(control, grid[previous], t) @ torch.cat([start[None], rotations @ start])[previous]
 
 
 def _double_reflection(control: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Compute the rotations (*times, k, k) of double reflections from parameters `a` to `b`."""
+    """Compute the rotations (*times, k, k) that transport vectors from the parameters `a` to `b` by two reflections."""
     degree = len(control) - 1
     # With this number of nodes, the mean of a polynomial of degree n - 1 is exact.
     nodes, weights = np.polynomial.legendre.leggauss((degree + 1) // 2)

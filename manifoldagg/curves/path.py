@@ -32,7 +32,8 @@ SEARCH_SAMPLES = 32
 class CurveEmbedding(Embedding):
     """Base class of curves, which are embeddings of [0, 1]. Parameters $t$ outside [0, 1] extrapolate the curve.
 
-    The methods of this class need only the primitives of the space. Subclasses implement closed forms for flat spaces.
+    The methods of this class work on every space, because they only use its primitives. Subclasses add closed forms for
+    flat spaces.
     """
 
     @property
@@ -45,19 +46,23 @@ class CurveEmbedding(Embedding):
         return (0.0, 1.0)
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the tangent $\iota_\varphi'(t)$ at $\iota_\varphi(t)$, (*batch, *space.shape), by one jvp."""
+        r"""Compute the velocity $\iota_\varphi'(t)$ of the curve $\iota_\varphi$, (*batch, *space.shape), by one jvp.
+
+        The velocity is a tangent vector at the point $\iota_\varphi(t)$.
+        """
         return self._point_and_velocity(phi, t)[1]
 
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ at $t$, (*batch, *space.shape).
+        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ of the curve at $t$, (*batch, *space.shape).
 
-        It is the second derivative of $\log_{\iota(t)} \iota(t + s)$ with respect to s at s = 0, because the
-        Christoffel symbols of normal coordinates vanish at the centre.
+        The acceleration is the second derivative of $\log_{\iota(t)} \iota(t + s)$ with respect to s at s = 0. This
+        holds because the logarithm defines normal coordinates, whose Christoffel symbols vanish at the centre.
 
         Cost: two nested jvps.
         """
         self._check_phi(phi)
         parameter = as_parameter(t, phi)
+        # The centre is constant, because the derivative is taken in normal coordinates at a fixed point.
         center = self(phi, parameter).detach()
         ones = torch.ones_like(parameter)
 
@@ -84,8 +89,10 @@ class CurveEmbedding(Embedding):
         """
         self._check_phi(phi)
         low, high = sorted((check_number("a", a), check_number("b", b)))
+        # The speed may jump at a joint, so every joint must be the edge of a panel.
         edges = [low, *(edge for edge in self.breaks if low < edge < high), high]
         length = arc_length(self._speed(phi), edges).to(phi)
+        # The integral from a to b changes its sign if the limits are exchanged.
         return -length if b < a else length
 
     def parameter_at_length(self, phi: Phi, fraction: Parameter) -> Float64[Tensor, "*batch"]:
@@ -111,10 +118,11 @@ class CurveEmbedding(Embedding):
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
         r"""Compute the parameters $t \in [0, 1]$ of the nearest points of the curve, and the distances.
 
-        The search evaluates 32 parameters per control point. Between the neighbours of the best parameter, it then
-        computes a root of $\langle \log_{\iota(t)} p,\, \iota'(t)\rangle$. If there is only one minimum between them,
-        the result is exact up to rounding. The search can miss a minimum that is narrower than the distance between two
-        parameters.
+        The search first evaluates 32 parameters per control point. At the nearest point of the curve, the logarithm of
+        the given point $p$ is orthogonal to the velocity. The search therefore computes a root of $\langle
+        \log_{\iota(t)} p,\, \iota'(t)\rangle$ between the neighbours of the best parameter. If there is only one
+        minimum between them, the result is exact up to rounding. A minimum that is narrower than the distance between
+        two parameters can be missed.
 
         Args:
             phi: control points (size, *space.shape).
@@ -136,8 +144,9 @@ class CurveEmbedding(Embedding):
     def contains(self, phi: Phi, point: Points, *, tolerance: float | None = None) -> Bool[Tensor, "*batch"]:
         r"""Return whether each of the points (*batch, *space.shape) is within `tolerance` of the curve: (*batch,).
 
-        The default tolerance is a bound on rounding errors: $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ on a flat
-        space, and $\sqrt\varepsilon$ on a curved space. $\varepsilon$ is the machine epsilon of the less precise dtype.
+        The default tolerance is a bound on rounding errors. With the machine epsilon $\varepsilon$ of the less precise
+        dtype and the control points $\varphi_i$, it is $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ on a flat space,
+        and $\sqrt\varepsilon$ on a curved space.
 
         Raises:
             ArgumentError: if `tolerance` is negative, or a shape is invalid.
@@ -271,7 +280,8 @@ class Path(Generic[C]):
     def plot(self, axes: Any = None, function: Callable[[Tensor], float] | None = None, *, resolution: int = 31) -> Any:
         r"""Plot the curve and its control polygon in the plane through its ends and its farthest control point.
 
-        On a curved space, the plot shows the logarithms at $\varphi_0$, in a plane of the tangent space at this point.
+        On a curved space, the plot shows the logarithms of the points at the first control point $\varphi_0$, because
+        they are vectors of one tangent space.
 
         Args:
             axes: matplotlib axes. The default is the axes of a new figure.
@@ -301,6 +311,7 @@ class Path(Generic[C]):
         if not bool(view.axes[1].any()):
             raise ArgumentError("phi: expected control points that span a plane, got points on one line")
         low, high = torch.cat([control, path]).aminmax(dim=0)
+        # One margin for both axes keeps the scales of the axes equal.
         margin = 0.25 * (high - low).max()
         x, y, values = view.grid(function, phi.dtype, low - margin, high + margin, resolution)
         return Plane(x, y, values, control, path).plot(axes, label="function", ends=("start", "end"))

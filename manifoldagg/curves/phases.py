@@ -20,7 +20,7 @@ __all__ = ["Phases", "Schedule"]
 class Phases:
     """The lengths, the order and the early stopping of the two phases of a fit.
 
-    The first phase trains only the last point. The second phase trains the embedding.
+    The first phase trains only the last point, and the second phase trains the free control points of the embedding.
 
     Args:
         epochs: the number of passes over the batches in the first and in the second phase.
@@ -78,8 +78,8 @@ class Schedule:
     """An iterable over the steps of a fit, which yields the phase (0 or 1) and the batch of every step.
 
     The phases run one after the other, or they alternate after each pass over the batches. A phase ends after its
-    number of steps or passes, or when its losses have reached a plateau. `state` returns the position in the schedule
-    between two steps. A new schedule can resume from this position.
+    number of steps or passes, or earlier if its losses have reached a plateau. To interrupt a fit, store the result of
+    `state` between two steps. A new schedule resumes from this position.
 
     Args:
         batches: a re-iterable object, which is iterated once for each pass.
@@ -121,10 +121,10 @@ class Schedule:
         return asdict(self.progress)
 
     def record(self, loss: float) -> None:
-        r"""Record the loss of the latest step, and end its phase if the losses have reached a plateau.
+        r"""Record the loss $\ell$ of the latest step, and end its phase if the losses have reached a plateau.
 
-        The criterion compares the running mean $a \leftarrow a + (\ell - a) / n$ with its best value, where n is the
-        patience.
+        The criterion compares the running mean $a \leftarrow a + (\ell - a) / n$ of the losses with its best value,
+        where $n$ is the patience.
         """
         now = self.progress
         patience = self.phases.patience
@@ -143,6 +143,7 @@ class Schedule:
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         now = self.progress
         while True:
+            # Alternating phases prefer the other phase, and continue with the same phase if the other has ended.
             order = [1 - now.phase, now.phase] if self.phases.alternate and now.phase >= 0 else [0, 1]
             # A resumed schedule first finishes the pass in which it was stopped.
             if now.position and not self._finished(now.phase):
@@ -167,6 +168,7 @@ class Schedule:
         else:
             now.opening = current
         iterator = iter(self.batches)
+        # An iterator is its own iterator. It could not be iterated again in the next pass.
         if iterator is self.batches:
             raise ArgumentError("batches: expected a re-iterable object, such as a list, got an iterator")
         if used:

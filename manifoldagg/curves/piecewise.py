@@ -20,8 +20,9 @@ class Piecewise(BezierSpline):
     """A curve of m Bézier pieces of degree n, joined end to end. Each piece covers an interval of length 1/m.
 
     The curve has $mn + 1$ control points. Every n-th control point is a joint, which two pieces share, so the curve is
-    continuous. The velocity is continuous at a joint if the control points next to the joint are reflections of each
-    other. `smooth` returns such control points. At a joint, derivatives belong to the piece that starts there.
+    continuous. Its velocity is continuous at a joint if the two neighbouring control points are reflections of each
+    other in the joint. The method `smooth` returns such control points. At a joint, derivatives belong to the piece
+    that starts there.
 
     Args:
         space: a flat space, or a space with exp and log.
@@ -51,9 +52,10 @@ class Piecewise(BezierSpline):
     def smooth(self, phi: Phi) -> Points:
         r"""Return control points of a curve with continuous velocity.
 
-        The control point after each joint $J$ is replaced by $\exp_J(-\log_J \varphi_{-})$, the reflection of the
-        control point before the joint. The joints are processed from the start to the end. All other control points do
-        not change. With degree 2, a reflection affects all later pieces.
+        The joints $J$ are processed from the start to the end. The control point after each joint is replaced by the
+        reflection $\exp_J(-\log_J \varphi_{-})$ of the control point $\varphi_{-}$ before the joint. All other control
+        points do not change. With degree 2, every inner control point is next to two joints, so a reflection affects
+        all later pieces.
 
         Args:
             phi: control points (size, *space.shape).
@@ -73,6 +75,7 @@ class Piecewise(BezierSpline):
         if self.degree == 1 and self.pieces > 1:
             raise ArgumentError("degree: expected 2 or more for smooth joints, got 1")
         points = list(phi)
+        # The geodesic from the joint to the point before it, extended to -1, gives the reflection in the joint.
         for joint in range(self.degree, self.size - 1, self.degree):
             points[joint + 1] = geodesic(self.space, points[joint], points[joint - 1], -1.0)
         return torch.stack(points)
@@ -94,6 +97,7 @@ class Piecewise(BezierSpline):
         Arguments, result and errors are the same as in [`Bezier.nearest`][manifoldagg.curves.Bezier.nearest].
         """
         nearest = [self.piece(phi, k).nearest(point) for k in range(self.pieces)]
+        # Piece k covers the parameters from k/m to (k+1)/m of the whole curve.
         parameters = torch.stack([(k + s) / self.pieces for k, (s, _) in enumerate(nearest)])
         distances, best = torch.stack([d for _, d in nearest]).min(0)
         return parameters.gather(0, best.unsqueeze(0)).squeeze(0), distances

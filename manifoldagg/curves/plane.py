@@ -31,9 +31,9 @@ RANK_TOLERANCE = 1e-7
 
 @dataclass(frozen=True)
 class Plane:
-    r"""The values of a function over the plane that a curve spans.
+    """The values of a function over the plane that a curve spans.
 
-    In the coordinates of the plane, the start of the curve is (0, 0) and its end is (chord length, 0). The control
+    In the coordinates of the plane, the start of the curve is (0, 0), and its end is (chord length, 0). The control
     point farthest from the chord has a positive second coordinate.
 
     Attributes:
@@ -81,7 +81,7 @@ class Plane:
         axes = new_figure().subplots() if axes is None else axes
         from matplotlib.colors import PowerNorm
 
-        # The levels are denser near the minimum, where a loss landscape is flat.
+        # The levels are denser near the minimum, because a loss landscape is flat there.
         low, high = (limit.item() for limit in self.values.aminmax())
         steps = low + (high - low) * torch.linspace(0, 1, levels + 1, dtype=torch.float64) ** 2
         shades = axes.contourf(
@@ -120,8 +120,8 @@ def plane(
 ) -> Plane:
     r"""Evaluate `function` over the plane through the ends of a curve and its farthest control point.
 
-    The Gram-Schmidt process, applied to the displacements from $\varphi_0$, computes the coordinates. The first axis is
-    along the chord. The second axis points to the control point farthest from the chord.
+    The first axis of the plane is along the chord, and the second axis points to the control point farthest from the
+    chord. The Gram-Schmidt process makes the axes orthonormal. The start $\varphi_0$ is the origin.
 
     Args:
         curve: a curve with at least three control points on a flat space.
@@ -175,7 +175,7 @@ def plane(
 class View:
     r"""An orthonormal coordinate system of the tangent space at a centre $c$, in float64.
 
-    The coordinates of a point $x$ are the components of $\log_c x$ along unit tangents $a_i$.
+    The coordinates of a point $x$ are the components of $\log_c x$ along the unit tangents $a_i$.
 
     Attributes:
         space: the space of the points.
@@ -204,12 +204,15 @@ class View:
         logs = space._log(centers, points)
         lengths = norm(space, centers, logs)
         tolerance = RANK_TOLERANCE * lengths.max()
+        # A closed curve has no chord. Its first axis points to the farthest point instead.
         end = logs[-1] if lengths[-1] > tolerance else logs[lengths.argmax()]
         size = norm(space, center, end)
         first = end / size if size > 0 else torch.zeros_like(end)
+        # One step of the Gram-Schmidt process removes the component along the first axis.
         along = space._inner(centers, logs, first.expand_as(logs))
         across = logs - along.reshape(-1, *(1 for _ in end.shape)) * first
         heights = norm(space, centers, across)
+        # Below the tolerance, the points are on one line, and the direction of a height is a rounding error.
         k = heights.argmax()
         second = across[k] / heights[k] if heights[k] > tolerance else torch.zeros_like(end)
         return cls(space, center, torch.stack([first, second]))
@@ -222,7 +225,7 @@ class View:
         return torch.stack([self.space._inner(center, logs, axis.expand_as(x)) for axis in self.axes], -1).cpu()
 
     def curve(self, curve: Embedding, phi: Tensor, t: Float64[Tensor, " m"]) -> Float64[Tensor, "m 2"]:
-        """Compute the coordinates of points of a curve. On a flat space, they depend only on the control points."""
+        """Compute the coordinates (m, 2) of points of a curve at the parameters `t`."""
         if not self.space.flat:
             return self(curve(phi, t))
         # A curve in a flat space commutes with affine maps, such as the projection onto the plane.
@@ -240,5 +243,6 @@ class View:
             point = self.space._exp(self.center, a * self.axes[0] + b * self.axes[1])
             return function(point.to(dtype))
 
+        # Rows belong to y and columns to x, as matplotlib expects.
         values = [[value(a, b) for a in x.tolist()] for b in y.tolist()]
         return x, y, torch.tensor(values, dtype=torch.float64)

@@ -17,9 +17,10 @@ __all__ = ["ProximalTerm", "add_proximal_gradient", "check_proximal"]
 class ProximalTerm(Protocol):
     r"""The interface of proximal terms $r(\theta, \Theta^t)$, which training adds to the loss on flat spaces.
 
-    [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal] is the proximal term of FedMRUR. Every option
-    `proximal` also accepts a number $\mu \ge 0$. The number selects the term $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$
-    of FedProx, which exists on every space.
+    A proximal term penalises the distance of the model $\theta$ from the start of training $\Theta^t$. An example is
+    [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal], the proximal term of FedMRUR. Every option
+    `proximal` also accepts a number $\mu \ge 0$, which selects the term $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ of
+    FedProx. This term is defined on every space.
     """
 
     def gradient(self, theta: Tensor, base: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ def check_proximal(proximal: float | ProximalTerm) -> None:
 def add_proximal_gradient(
     space: Manifold, derivative: Tensor, theta: Tensor, base: Tensor, proximal: float | ProximalTerm
 ) -> Tensor:
-    r"""Return the sum of the derivatives of the loss and of the proximal term, in coordinates.
+    r"""Add the derivative of the proximal term to the derivative of the loss, and return the sum.
 
     Args:
         space: the space of the points. It must be flat if `proximal` is a `ProximalTerm`.
@@ -65,5 +66,6 @@ def add_proximal_gradient(
         return derivative + proximal.gradient(theta.flatten(), base.flatten()).view_as(derivative)
     if not proximal:
         return derivative
+    # The gradient of d²/2 is -log_θ(Θ^t). `lower` converts it to a derivative in coordinates on a curved space.
     to_base = space._log(theta, base)
     return derivative - proximal * (to_base if space.flat else lower(space, theta, to_base))

@@ -16,10 +16,11 @@ __all__ = ["Sampling"]
 
 @dataclass(frozen=True)
 class Sampling:
-    r"""A method that samples weighted coordinates for each batch.
+    r"""A method that samples the weighted coordinates at which a fit evaluates the loss for each batch.
 
-    Except for `"length"`, the coordinates are uniform in the domain: $\mathbb{E} \sum_k w_k f(x_k) = \int_M f$. With
-    `"length"`, the points $\iota_\varphi(x_k)$ are uniform on the image of a curve of length $L$:
+    Every method except `"length"` samples the domain $M$ uniformly. The weights $w_k$ and coordinates $x_k$ therefore
+    satisfy $\mathbb{E} \sum_k w_k f(x_k) = \int_M f$ for every function $f$. With `"length"`, the points
+    $\iota_\varphi(x_k)$ are uniform on the image of a curve of length $L$:
 
     $$\mathbb{E} \sum_k w_k f(x_k) = \frac1L \int_0^1 f(t)\, \|\iota_\varphi'(t)\|\, dt, \qquad
       L = \int_0^1 \|\iota_\varphi'(t)\|\, dt.$$
@@ -82,6 +83,7 @@ class Sampling:
         """
         if self.kind == "quadrature":
             nodes, weights = np.polynomial.legendre.leggauss(self.samples)
+            # The rule on [-1, 1] is mapped to [0, 1], which halves the weights.
             yield from ((float(w) / 2, (1 + float(z)) / 2) for w, z in zip(weights, nodes, strict=True))
             return
         if self.kind == "length":
@@ -99,5 +101,6 @@ class Sampling:
                     drawn = embedding.sample_in(phi, 1, generator=generator, validate=False)  # type: ignore[attr-defined]
                 yield 1 / self.samples, drawn[0]
             else:
+                # Stratified sampling divides [0, 1] into equal intervals and draws one parameter in each of them.
                 u = torch.rand((), generator=generator, device=None if generator is None else generator.device).item()
                 yield 1 / self.samples, u if self.kind == "uniform" else (k + u) / self.samples

@@ -1,6 +1,7 @@
-"""The shape of a Bézier curve on a flat space, in coordinates of the span of its control points.
+"""The shape of a Bézier curve on a flat space: minimum speed, curvature, and the feet of points on the curve.
 
-The module computes the minimum speed, the maximum curvature, curvature vectors, and the feet of points on the curve.
+The shape depends only on distances and angles between the control points. The functions therefore use coordinates in
+the span of the control points, which has at most n dimensions instead of P.
 """
 
 import torch
@@ -55,10 +56,10 @@ def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
 
 
 def span(phi: Float[Tensor, "control ..."]) -> tuple[Float64[Tensor, "k P"], Control]:
-    r"""Compute an orthonormal basis of the span of $\varphi_i - \varphi_0$, and coordinates in this basis.
+    r"""Compute an orthonormal basis of the span of $\varphi_i - \varphi_0$, and the control points in this basis.
 
     The basis is the result of the Gram-Schmidt process. Its first vector is parallel to $\varphi_1 - \varphi_0$, and
-    therefore to $b'(0)$. The coordinates are differentiable.
+    therefore to the velocity $b'(0)$ of the curve. The coordinates are differentiable.
     """
     points = phi.double().flatten(1)
     columns, triangle = torch.linalg.qr((points[1:] - points[0]).mT)
@@ -70,16 +71,18 @@ def span(phi: Float[Tensor, "control ..."]) -> tuple[Float64[Tensor, "k P"], Con
 
 def derivative(control: Control, t: Times, order: int = 1) -> Float64[Tensor, "*times k"]:
     """Compute a derivative of the curve at `t`. Order 0 is the curve itself."""
+    # The derivative of a Bézier curve of degree n has the control points n Δφ (the hodograph).
     for _ in range(order):
         control = (len(control) - 1) * control.diff(dim=0)
     return basis(len(control) - 1, t) @ control
 
 
 def min_speed(control: Control) -> tuple[float, float]:
-    r"""Compute the minimum of the speed $|b'|$ on [0, 1] and return its parameter and its value.
+    """Compute the minimum of the speed $|b'|$ of a curve on [0, 1], and return its parameter and its value.
 
-    The parameter is a root of $(|b'|^2)'$ or an end of the interval.
+    The parameter is a root of the polynomial $(|b'|^2)'$, or an end of the interval.
     """
+    # |b'|² is a polynomial, whose Bernstein coefficients follow from the Gram matrix of the hodograph.
     velocity = (len(control) - 1) * control.diff(dim=0)
     t = _critical_parameters(derivative_coefficients(_gram(velocity, velocity)), control)
     speed = derivative(control, t).norm(dim=-1)
@@ -88,11 +91,12 @@ def min_speed(control: Control) -> tuple[float, float]:
 
 
 def max_curvature(control: Control) -> tuple[float, float]:
-    r"""Compute the maximum of the curvature on [0, 1] and return its parameter and its value.
+    r"""Compute the maximum of the curvature $\kappa$ of a curve $b$ on [0, 1], and return its parameter and its value.
 
     $$\kappa^2 = \frac{N}{\sigma^3}, \qquad \sigma = |b'|^2, \qquad N = |b'|^2 |b''|^2 - \langle b', b''\rangle^2 .$$
 
-    The parameter is a root of the polynomial $N'\sigma - 3N\sigma'$, or an end of the interval. $b'$ must not be 0.
+    The parameter is a root of the polynomial $N'\sigma - 3N\sigma'$, or an end of the interval. The velocity $b'$ must
+    not be 0.
     """
     degree = len(control) - 1
     if degree == 1:
@@ -116,7 +120,10 @@ def max_curvature(control: Control) -> tuple[float, float]:
 
 
 def curvature_vector(control: Control, t: Times) -> Float64[Tensor, "*times k"]:
-    r"""Compute the curvature vector $k = (b'' - \langle b'', T\rangle T) / |b'|^2$, $T = b' / |b'|$."""
+    r"""Compute the curvature vector $k = (b'' - \langle b'', T\rangle T) / |b'|^2$ of a curve $b$.
+
+    $T = b' / |b'|$ is the unit tangent of the curve.
+    """
     velocity = derivative(control, t)
     bend = derivative(control, t, 2)
     tangent = unit(velocity)
@@ -125,11 +132,12 @@ def curvature_vector(control: Control, t: Times) -> Float64[Tensor, "*times k"]:
 
 
 def foot_parameters(control: Control, points: Float64[Tensor, "N k"]) -> Float64[Tensor, "N feet"]:
-    r"""Compute the parameters t in [0, 1] of all feet of points on the curve, $\langle y - b(t), b'(t)\rangle = 0$.
+    r"""Compute the parameters in [0, 1] of all feet of points on the curve.
 
-    The feet are roots of a polynomial of degree 2n - 1. Its coefficients lose digits to cancellation, so one Newton
-    step on the inner product refines each root. Each row of the result contains 2n + 1 parameters: both ends, the feet,
-    and the end again as padding.
+    A foot of the point $y$ is a point $b(t)$ of the curve with $\langle y - b(t), b'(t)\rangle = 0$. Its parameter is a
+    root of a polynomial of degree 2n - 1, whose coefficients lose digits to cancellation. One Newton step on the inner
+    product therefore refines each root. Each row of the result contains 2n + 1 parameters: both ends, the feet, and the
+    end again as padding.
     """
     velocity = (len(control) - 1) * control.diff(dim=0)
     # The Bernstein polynomials have the sum 1. The coefficients of b - y are therefore φ_i - y.
@@ -156,7 +164,7 @@ def nearest_normal_disk(
     *,
     fills: bool,
 ) -> tuple[Float64[Tensor, " N"], Float64[Tensor, "N k"], Float64[Tensor, " N"]]:
-    """Find the nearest disk among the disks that are normal to the curve.
+    """Find the disk nearest to each point, among the disks that are normal to the curve.
 
     Args:
         control: control points (n + 1, k).
@@ -202,5 +210,8 @@ def _multiply(p: list[float], q: list[float]) -> list[float]:
 
 
 def _critical_parameters(polynomial: list[float], control: Control) -> Float64[Tensor, " times"]:
-    """Return candidates for extrema: roots, both ends, and a grid that covers double roots approximately."""
+    """Return candidates for extrema: the roots, both ends, and a grid.
+
+    The grid is a safeguard for double roots, where the polynomial does not change its sign.
+    """
     return torch.cat([control.new_tensor(list(roots(polynomial))), torch.linspace(0, 1, 33).to(control)])

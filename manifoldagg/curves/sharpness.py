@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation, which evaluates gradients at an ascent point and thereby finds flat minima."""
+"""Sharpness-aware minimisation, which finds flat minima because it evaluates gradients at an ascent point."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ __all__ = ["ASAM", "SAM", "Sharpness", "sharpness_aware_gradient"]
 
 @runtime_checkable
 class Sharpness(Protocol):
-    """The protocol of methods that select an ascent point."""
+    """The interface of methods that select an ascent point, where sharpness-aware training evaluates the gradient."""
 
     def perturb(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
         """Return the ascent point (*shape) of `theta`, given the derivative (*shape) of the loss in coordinates.
@@ -32,8 +32,8 @@ class Sharpness(Protocol):
 class SAM:
     r"""Sharpness-aware minimisation with the ascent point $\exp_\theta(\rho\, g / \|g\|_\theta)$.
 
-    $g$ is the gradient of the loss. On a flat space, the ascent point is $\theta + \rho g / \|g\|$. To first order, it
-    maximises the loss within the distance $\rho$ of $\theta$. If $g = 0$, the ascent point is $\theta$.
+    $g$ is the gradient of the loss at $\theta$. To first order, the ascent point maximises the loss within the distance
+    $\rho$ of $\theta$. On a flat space, it is $\theta + \rho g / \|g\|$. If $g = 0$, it is $\theta$.
 
     Args:
         radius: $\rho > 0$, the distance of the ascent point.
@@ -64,8 +64,8 @@ class SAM:
 class ASAM:
     r"""Adaptive sharpness-aware minimisation with the elementwise ascent point $\theta + \rho\, T^2 g / \|T g\|$.
 
-    $T = |\theta| + \eta$. With $\eta = 0$, the method is invariant to a rescaling of the coordinates. It requires a
-    flat space.
+    $g$ is the gradient of the loss, and $T = |\theta| + \eta$ is the scale of each parameter. The method requires a
+    flat space. With $\eta = 0$, it is invariant to a rescaling of the coordinates.
 
     Args:
         radius: $\rho > 0$, relative to the parameters. A common value is ten times the radius of SAM.
@@ -105,7 +105,7 @@ def sharpness_aware_gradient(
     r"""Compute the loss at $\theta$, and its derivative in coordinates at the ascent point of `sharpness`.
 
     The ascent point $\theta'$ is the result of `sharpness.perturb`. On a curved space, the gradient at $\theta'$ is
-    transported to $\theta$. With sharpness, the computation needs a second forward and backward pass.
+    transported to $\theta$. The derivative at $\theta'$ costs a second forward and backward pass.
 
     Args:
         space: the space of $\theta$.
@@ -130,6 +130,7 @@ def sharpness_aware_gradient(
         (tensor(1.), tensor([3.]))
     """
     value, derivative = _loss_and_derivative(loss, theta, batch)
+    # If the loss is not finite, the ascent point is undefined. The caller reports the loss.
     if sharpness is None or not bool(torch.isfinite(value)):
         return value, derivative
     with torch.no_grad():
@@ -140,6 +141,7 @@ def sharpness_aware_gradient(
             f"loss: expected a finite value at the ascent point of {sharpness}, got {ascent_loss.item()}; "
             "reduce the radius"
         )
+    # A gradient at θ' is a tangent vector there. It must be transported to θ, where the step is taken.
     if not space.flat:
         with torch.no_grad():
             slope = transport_momentum(space, ascent_point, theta.detach(), space._gradient(ascent_point, slope))
@@ -160,4 +162,5 @@ def _loss_and_derivative(loss: Callable[[Tensor, Any], Tensor], theta: Tensor, b
 
 def _scale_to_radius(radius: float, u: Tensor, length: Tensor) -> Tensor:
     """Scale the vector `u` of the given length to the length `radius`. A zero vector stays zero."""
+    # At a stationary point, the gradient has no direction. The ascent point is then θ itself.
     return radius * u / torch.where(length == 0, 1.0, length)

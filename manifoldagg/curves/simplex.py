@@ -25,7 +25,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 class Hull(Embedding):
-    r"""Base class of embeddings whose points are means of $\varphi$, weighted by barycentric coordinates."""
+    """Base class of embeddings whose points are means of the control points, weighted by barycentric coordinates."""
 
     @property
     def domain(self) -> tuple[int, ...]:
@@ -53,6 +53,7 @@ class Hull(Embedding):
         if not self.space.flat:
             return self._curved_mean(phi, x, weights)
         rows = phi.flatten(1)
+        # `combine` sums in float64 without copies of the vertices. A batch is one matrix product.
         flat = combine(None, rows, weights) if weights.ndim == 1 else (weights @ rows.double()).to(phi.dtype)
         return flat.reshape(*weights.shape[:-1], *phi.shape[1:])
 
@@ -64,7 +65,10 @@ class Hull(Embedding):
     def pull_phi(
         self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
     ) -> Float[Tensor, "size ..."]:
-        r"""Pull derivatives `w` (*batch, *space.shape) back to the vertices. On a flat space, the result is $x_i w$."""
+        """Pull derivatives `w` (*batch, *space.shape) at the points of coordinates `x` back to the vertices.
+
+        On a flat space, the derivative with respect to vertex $i$ is the sum of $x_i w$ over the batch.
+        """
         if not self.space.flat:
             return super().pull_phi(phi, x, w)
         self._check_phi(phi)
@@ -78,8 +82,9 @@ class Hull(Embedding):
     ) -> Tensor:
         r"""Return whether points (*batch, *space.shape) are within `tolerance` of the image, (*batch,).
 
-        The default tolerance is a bound on the rounding error of $\iota_\varphi$:
-        $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ with the machine epsilon $\varepsilon$ of the coarser dtype.
+        The default tolerance is a bound on the rounding error of the points of the image. With the machine epsilon
+        $\varepsilon$ of the less precise dtype and the vertices $\varphi_i$, it is $4\,$`size`$\,\varepsilon \max_i
+        \|\varphi_i\|$.
 
         Raises:
             ArgumentError: for the same reasons as in `nearest`, or if `tolerance` is negative.
@@ -97,9 +102,9 @@ class Hull(Embedding):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        r"""Compute the mean prediction of n random models, $\frac1n \sum_j f(\iota_\varphi(x_j))$.
+        r"""Compute the mean prediction $\frac1n \sum_j f(\iota_\varphi(x_j))$ of n random models of the embedding.
 
-        Only one model is in memory at a time.
+        The models are evaluated one after another, so only one of them is in memory at a time.
 
         Args:
             phi: the control points of the embedding.
@@ -132,13 +137,15 @@ class Hull(Embedding):
 class Simplex(Hull):
     r"""The simplex with the vertices $\varphi_0, \dots, \varphi_k$, in barycentric coordinates.
 
-    The coordinates are $x \in \mathbb{R}^{k+1}$ with $x_i \ge 0$ and $\sum_i x_i = 1$. They determine the point by
+    The coordinates are $x \in \mathbb{R}^{k+1}$ with $x_i \ge 0$ and $\sum_i x_i = 1$. On a flat space, they determine
+    the point by the first formula. On a curved space, the second formula defines the point, which is the weighted
+    Karcher mean of the vertices:
 
     $$\iota_\varphi(x) = \sum_i x_i\, \varphi_i, \qquad \sum_i x_i \log_{\iota_\varphi(x)} \varphi_i = 0 .$$
 
-    The first formula is for flat spaces. The second formula defines the weighted Karcher mean on curved spaces. $x$ is
-    divided by its sum, so a change of the sum does not change the point. On a flat space, the derivative along $u$ is
-    $d\iota(x)\,u = \sum_i u_i (\varphi_i - \iota(x))$. If $\sum_i u_i = 0$, the derivative is $\sum_i u_i \varphi_i$.
+    $x$ is divided by its sum, so a change of the sum does not change the point. On a flat space, the derivative along
+    $u$ is $d\iota(x)\,u = \sum_i u_i (\varphi_i - \iota(x))$. If $\sum_i u_i = 0$, the derivative is $\sum_i u_i
+    \varphi_i$.
 
     The start is $\varphi_0$, and the end point is the last vertex $\varphi_k$. The path from the start to the end point
     is the edge $x(s) = (1 - s, 0, \dots, 0, s)$.
@@ -193,8 +200,9 @@ class Simplex(Hull):
         return torch.cat([1 - s[..., None], inner, s[..., None]], -1)
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
-        """Draw uniform coordinates (*batch, k + 1) from Dirichlet(1, ..., 1), as normalised exponential variables."""
+        """Draw uniformly distributed barycentric coordinates (*batch, k + 1)."""
         device = None if generator is None else generator.device
+        # Normalised exponential variables have the Dirichlet(1, ..., 1) distribution, which is uniform on a simplex.
         spacings = torch.empty(*batch, self.vertices, dtype=torch.float64, device=device)
         spacings.exponential_(generator=generator)
         return spacings / spacings.sum(-1, keepdim=True)
@@ -202,11 +210,11 @@ class Simplex(Hull):
     def log_volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
         r"""Compute the log-volume $\tfrac12 \log\det(E E^\top) - \log k!$ in float64, on a flat space.
 
-        $E$ contains the edges $\varphi_i - \varphi_0$. The log-volume is $\sum_i \log(h_i / i)$, where the heights
-        $h_i$ are the pivots of the Cholesky factor of $E E^\top$.
+        $E$ contains the k edges $\varphi_i - \varphi_0$. The log-volume is $\sum_i \log(h_i / i)$, where the height
+        $h_i$ of vertex $i$ above the span of the previous vertices is a pivot of the Cholesky factor of $E E^\top$.
 
-        - The error is about $\varepsilon / \sin^2\alpha$, where $\alpha$ is the smallest angle between an edge and the
-          span of the previous edges.
+        - The error is about $\varepsilon / \sin^2\alpha$, where $\varepsilon$ is the machine epsilon and $\alpha$ is
+          the smallest angle between an edge and the span of the previous edges.
         - If $\sin\alpha$ is below $\sqrt{8 k \varepsilon}$, the simplex counts as degenerate. Its log-volume is
           $-\infty$, and the gradient is 0.
         - The volume of a single vertex is 1.
@@ -220,12 +228,19 @@ class Simplex(Hull):
         return torch.where(solid, parts.log().sum(), -math.inf)
 
     def volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
-        r"""Compute the volume $\sqrt{\det(E E^\top)} / k! = \prod_i h_i / i$, or 0 for a degenerate simplex."""
+        r"""Compute the volume of the simplex on a flat space, or 0 for a degenerate simplex.
+
+        With the k edges $E$ from the first vertex and the heights $h_i$ of `log_volume`, the volume is $\sqrt{\det(E
+        E^\top)} / k! = \prod_i h_i / i$.
+        """
         parts, solid = self._heights(phi)
         return torch.where(solid, parts.prod(), 0.0)
 
     def log_volume_gradient(self, phi: Float[Tensor, "size ..."]) -> Float[Tensor, "size ..."]:
-        r"""Compute the gradient of `log_volume`, $B^\top (E E^\top)^{-1} E$ with $E = B \varphi$.
+        r"""Compute the gradient of `log_volume` with respect to the vertices, $g = B^\top (E E^\top)^{-1} E$.
+
+        $E = B \varphi$ contains the k edges from the first vertex to the other vertices, and $B$ is the matrix that
+        computes these differences.
 
         Returns:
             The gradient (k + 1, *space.shape) in the dtype of `phi`, without derivatives. It satisfies
@@ -237,13 +252,16 @@ class Simplex(Hull):
             return torch.zeros_like(vertices)
         inverse = torch.cholesky_inverse(factor)
         rows = vertices.flatten(1)
+        # The gradients of all vertices sum to 0, because a translation does not change the volume.
         coefficients = torch.cat([-inverse.sum(0, keepdim=True), inverse])
         return torch.stack([combine(None, rows[1:], c, minus=rows[0]) for c in coefficients]).reshape(phi.shape)
 
     def nearest(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float64[Tensor, "..."], Float64[Tensor, "..."]]:
-        r"""Compute the nearest points of the simplex on a flat space, $\min_x \|\iota_\varphi(x) - p\|$.
+        r"""Compute the points of the simplex on a flat space that are nearest to given points $p$.
+
+        The coordinates $x$ of a nearest point minimise the distance $\|\iota_\varphi(x) - p\|$.
 
         Args:
             phi: the vertices (size, *space.shape).
@@ -296,11 +314,12 @@ class Simplex(Hull):
         return torch.cat([phi, point.unsqueeze(0)]), replace(self, vertices=self.vertices + 1)
 
     def _heights(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """Return $h_i / i$ for the heights $h_i$, and whether the simplex is nondegenerate.
+        """Return $h_i / i$ for the heights $h_i$ of the vertices, and whether the simplex is nondegenerate.
 
-        For a degenerate simplex, all heights are replaced by 1.
+        For a degenerate simplex, all heights are replaced by 1, so that the derivatives remain finite.
         """
         inner = self._edge_gram(phi)
+        # The matrix of a degenerate simplex is replaced before the decomposition, whose derivative would be NaN.
         nondegenerate = _cholesky(inner.detach())[1]
         safe = torch.where(nondegenerate, inner, torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
         heights = torch.linalg.cholesky(safe).diagonal()
@@ -323,18 +342,25 @@ class Simplex(Hull):
 
 def _cholesky(inner: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the Cholesky factor, and whether all pivots exceed their rounding errors."""
+    # A diagonal entry of the factor is the distance h of a vertex from the span of the previous vertices. The rounding
+    # error of h² is about k ε |edge|².
     factor, info = torch.linalg.cholesky_ex(inner)
     return factor, (info == 0) & (factor.diagonal().square() > 8 * len(inner) * EPS * inner.diagonal()).all()
 
 
 def _nearest_on_simplex(vertices: Tensor, target: Tensor) -> Tensor:
-    r"""Minimise $\|\sum_i x_i c_i - t\|$ over the simplex, by an active-set method."""
+    r"""Minimise $\|\sum_i x_i c_i - t\|$ over barycentric coordinates $x$, for vertices $c_i$ and a target $t$.
+
+    The active-set method starts at the nearest vertex. It adds vertices to the current face as long as this decreases
+    the distance.
+    """
     x = torch.zeros_like(vertices.sum(-1)).index_fill(0, (vertices - target).square().sum(-1).argmin(), 1.0)
     scale = math.sqrt(vertices.square().sum(-1).max().item() + target.square().sum().item())
     while (gap := x @ vertices - target).norm() > EPS * scale:
         slopes = vertices @ gap
         # In a thin simplex, rounding errors can hide that a step towards a vertex is a descent. The tolerance includes
         # such vertices as candidates. A step is accepted only if it improves the objective.
+        # Only vertices outside of the face can improve the minimum over the face.
         candidate = (x == 0) & (slopes <= x @ slopes + 8 * len(x) * EPS * scale**2)
         trials = (_add_vertex_to_face(vertices, target, x, i) for i in slopes.argsort().tolist() if candidate[i])
         better = next((y for y in trials if (y @ vertices - target).norm() < gap.norm()), None)
@@ -345,13 +371,15 @@ def _nearest_on_simplex(vertices: Tensor, target: Tensor) -> Tensor:
 
 
 def _add_vertex_to_face(vertices: Tensor, target: Tensor, x: Tensor, vertex: int) -> Tensor:
-    """Minimise the distance over the face of `x` extended by one vertex, or over a subface of the extended face.
+    """Minimise the distance over the face of `x` extended by one vertex.
 
-    The distance never increases.
+    If the minimum is outside of the extended face, vertices leave the face until the minimum is inside. The distance
+    never increases.
     """
     face = (x > 0).index_fill(0, torch.tensor(vertex), True)
     while True:
         first, *others = face.nonzero().squeeze(-1).tolist()
+        # The minimum over the affine hull of the face is an unconstrained least-squares problem in the edges.
         edges = (vertices[others] - vertices[first]).mT
         best = torch.zeros_like(x)
         if others:

@@ -1,4 +1,4 @@
-"""Curves that are fitted to a stream of points, such as a training path, without storing all points."""
+"""Curves that are fitted to a stream of points, such as the models of a training run, without storing all points."""
 
 import math
 
@@ -31,12 +31,12 @@ class PathFit:
 
     where $x_k$ is the number of steps or the path length up to $\theta_k$. The result equals
     [`Bezier.through`][manifoldagg.curves.Bezier.through] on stored points with `fixed_ends=True`. With the Bernstein
-    weights $b_l$ of the free points and $G = \sum_k b\, b^\top(u_k)$,
+    weights $b_l$ of the free points and $G = \sum_k b\, b^\top(u_k)$, the control points are
 
     $$\varphi_i = \theta_0 + \tfrac{i}{n} (\theta_K - \theta_0) + \sum_l G^{-1}_{il} \sum_k b_l(u_k)
         \big(\theta_k - \theta_0 - u_k (\theta_K - \theta_0)\big).$$
 
-    The object stores only sums in float64:
+    They are linear in the points, so the object needs to store only a few sums, in float64:
 
     - If K is known, it stores the n - 1 sums $S_l = \sum_k b_l(u_k) (\theta_k - \theta_0)$.
     - Otherwise, it stores the n sums $M_j = \sum_k (x_k / x)^j (\theta_k - \theta_0)$ for j = 1 … n. They are rescaled
@@ -99,7 +99,7 @@ class PathFit:
         self._last = self.start.clone() if time == "length" and self._sums else None
 
     def observe(self, point: Float[Tensor, "..."]) -> None:
-        r"""Add the next point $\theta_k$ (*space.shape). It is not stored or modified."""
+        r"""Add the next point $\theta_k$ (*space.shape) to the sums. It is neither modified nor stored."""
         before = self._parameters[-1]
         # Without a stored last point, the parameter counts steps.
         now = before + (1.0 if self._last is None else self._step(self._last, point))
@@ -122,6 +122,7 @@ class PathFit:
         """
         if self._sums and self.steps is not None:
             _check_num_observed(len(self._parameters) - 1, self.steps)
+        # The last control point is a copy of the end. The others are overwritten below.
         points = end.detach().expand(self.degree, *end.shape).clone()
         row, minus = self._displacement(end.detach())
         for phi, coefficients in zip(points[:-1], self._solution_weights().tolist(), strict=True):
@@ -144,11 +145,12 @@ class PathFit:
         return self.space._log(self.start, point).flatten(), None
 
     def _exp_projected(self, tangent: Tensor) -> Tensor:
+        # The combination of tangents is rounded, so the point is projected back to the manifold.
         point = self.space._exp(self.start, tangent)
         return self.space._project(point) if "project" in self.space.capabilities else point
 
     def _step(self, last: Tensor, point: Tensor) -> float:
-        """Return the distance from `last` to `point`, and copy `point` to `last`."""
+        """Return the distance from `last` to `point`, and copy `point` into `last`."""
         if self.space.flat:
             length = math.sqrt(gram([point.flatten()], minus=[last.flatten()]).item())
         else:
@@ -157,9 +159,10 @@ class PathFit:
         return length
 
     def _factors(self, before: float, now: float) -> list[tuple[float, float]]:
-        """Return two factors for each sum: the factor of the old sum and the factor of the new displacement."""
+        """Return a pair of factors for each sum: one for the old sum, and one for the new displacement."""
         if self.steps is None:
-            # Rescaling (x_k / x)^j to the new x multiplies the old sum by (x_before / x)^j.
+            # Rescaling (x_k / x)^j to the new x multiplies the old sum by (x_before / x)^j. The powers stay in [0, 1],
+            # so the sums do not overflow.
             ratio = before / now if now else 1.0
             return [(ratio**j, 1.0) for j in range(1, self.degree + 1)]
         # `points` raises an error if there were more than K points.
@@ -167,7 +170,7 @@ class PathFit:
         return [(1.0, weight) for weight in weights(self.degree, u)[1:-1]]
 
     def _solution_weights(self) -> Float64[Tensor, "free terms"]:
-        """Return the coefficients of the chord and of the sums for each free point."""
+        """Return the coefficients of each free control point: that of the chord, followed by those of the sums."""
         n = self.degree
         coefficients = torch.zeros(n - 1, 1 + len(self._sums), dtype=torch.float64)
         coefficients[:, 0] = torch.arange(1, n, dtype=torch.float64) / n
@@ -175,6 +178,7 @@ class PathFit:
             return coefficients
         u = torch.tensor(self._parameters, dtype=torch.float64) / self._parameters[-1]
         design = basis(n, u)[:, 1:-1]
+        # If the points do not determine the curve, the coefficients remain those of the chord.
         if int(torch.linalg.matrix_rank(design, atol=SINGULAR_TOLERANCE)) == n - 1:
             table = _monomial_to_bernstein(n) if self.steps is None else torch.eye(n - 1, dtype=torch.float64)
             # The first column subtracts the chord from the data. The others express the stored sums in Bernstein
@@ -185,10 +189,10 @@ class PathFit:
 
 
 class PathPoints:
-    """A polygon with m vertices, which are points of a path of K steps at the fractions i/m of the steps, i = 1 … m.
+    """A polygon whose m vertices are points of a path, at the fractions i/m of its K steps (i = 1 … m).
 
-    Between two points of the path, a vertex is interpolated along the geodesic. The last vertex is bitwise equal to the
-    end of the path. Together with the start, the vertices are the control points of
+    If a fraction is between two points of the path, the vertex is interpolated along their geodesic. The last vertex is
+    bitwise equal to the end of the path. Together with the start, the vertices are the control points of
     `Piecewise(space, degree=1, pieces=m)`.
 
     Args:
@@ -267,6 +271,7 @@ def _check_num_observed(num_observed: int, steps: int) -> None:
 
 def _monomial_to_bernstein(n: int) -> Float64[Tensor, "free n"]:
     r"""Return the coefficients of $u^1, \dots, u^n$ in the Bernstein weights of the free points."""
+    # b_i(u) = C(n, i) u^i (1 - u)^(n-i), with the last factor expanded by the binomial theorem.
     table = torch.zeros(n - 1, n, dtype=torch.float64)
     for i in range(1, n):
         for j in range(i, n + 1):

@@ -1,4 +1,8 @@
-"""Tunnels around curves. A tunnel has a ball in the normal space at every point of the curve."""
+"""Tunnels around curves: sets of models that are close to a curve of low loss.
+
+At every point of the curve, a tunnel contains a ball in the normal space, which consists of the directions orthogonal
+to the curve.
+"""
 
 import math
 from collections.abc import Callable
@@ -119,7 +123,7 @@ class Tunnel(Embedding):
     def on(self, space: Manifold, degree: int = 2) -> "Tunnel":
         """Return the tunnel of a Bézier curve in `space`.
 
-        The degree is the degree of this tunnel's curve. Without a curve, it is `degree`.
+        If this tunnel has a curve, the new curve has the same degree. Otherwise, its degree is `degree`.
 
         Example:
             >>> from manifoldagg.manifolds import Flat
@@ -155,14 +159,15 @@ class Tunnel(Embedding):
     def sample_in(
         self, phi: Phi, *batch: int, generator: Generator = None, uniform: str = "product", validate: bool = True
     ) -> Float[Tensor, "..."]:
-        r"""Draw random coordinates of the tunnel of given control points.
+        r"""Draw random coordinates $(t, \xi)$ of the tunnel of given control points.
 
-        If $z$ is a standard normal vector and $E$ a standard exponential variable, $r z / \sqrt{|z|^2 + 2E}$ is uniform
-        in the ball. It is the projection of a uniform point on a sphere with two more dimensions.
+        $t$ is a parameter of the curve $b$, and $\xi$ is a vector in a ball of radius $r$. To draw a uniform point of
+        the ball, the method draws a standard normal vector $z$ and a standard exponential variable $E$, and computes $r
+        z / \sqrt{|z|^2 + 2E}$. This is the projection of a uniform point on a sphere with two more dimensions.
 
-        With `uniform="volume"`, the density of $t$ is proportional to $|b'(t)|$. Then $\xi$ is replaced by $-\xi$ with
-        the probability $\frac{1}{2} (1 + \langle \xi, k(t) \rangle)$. The density of $\xi$ is then proportional to
-        $1 - \langle \xi, k(t) \rangle$. Both densities are exact.
+        With `uniform="volume"`, the density of $t$ is proportional to the speed $|b'(t)|$, and $\xi$ is replaced by
+        $-\xi$ with the probability $\frac{1}{2} (1 + \langle \xi, k(t) \rangle)$, where $k$ is the curvature vector.
+        The density of $\xi$ is then proportional to $1 - \langle \xi, k(t) \rangle$. Both densities are exact.
 
         Args:
             phi: the control points.
@@ -194,8 +199,9 @@ class Tunnel(Embedding):
     def check(self, phi: Phi) -> float:
         r"""Check that the tunnel of $\varphi$ does not fold, and return $r \max_t |k(t)|$, which is below 1.
 
-        The candidates for $\min |b'|$ and $\max |k|$ are the roots of polynomials, so the check does not depend on a
-        grid. If r = 0, the tunnel is the curve, and every curve is valid.
+        A tunnel of radius $r$ folds if $r |k(t)| \ge 1$ for the curvature vector $k$ of the curve. The candidates for
+        $\min |b'|$ and $\max |k|$ are roots of polynomials, so the check does not depend on a grid. If r = 0, the
+        tunnel is the curve, and every curve is valid.
 
         Raises:
             ArgumentError: if `phi` has another shape or is not finite, or if the tunnel folds or $b'(t) = 0$. The
@@ -208,10 +214,12 @@ class Tunnel(Embedding):
         if r == 0:
             return 0.0
         t, speed = min_speed(control)
+        # A velocity below its rounding error has no reliable direction, so the normal space is undefined.
         if speed <= 2 * self.curve.degree * rounding_error(phi):
             raise ArgumentError(_no_velocity(t))
         self._form.check_span(phi, control)
         t, curvature = max_curvature(control)
+        # The negated comparison also rejects NaN.
         if not r * curvature < 1:
             raise ArgumentError(
                 f"radius: expected less than {self.radius / (r * curvature):g}, got {self.radius:g}; the tunnel folds "
@@ -222,31 +230,35 @@ class Tunnel(Embedding):
     def volume_element(self, phi: Phi, x: Coordinates) -> Float64[Tensor, "*batch"]:
         r"""Compute the volume element $|b'(t)|\,(1 - \langle \xi, k(t)\rangle)$ of the tunnel, in float64.
 
-        $k = (b'' - \langle b'', T\rangle T)/|b'|^2$ is the curvature vector. In the subspace form, $\xi$ is in units of
-        the chord length, so the volume element is multiplied by $|\varphi_n - \varphi_0|^{n-1}$. In both forms, the
-        volume element is the square root of the determinant of the pullback metric.
+        $k = (b'' - \langle b'', T\rangle T)/|b'|^2$ is the curvature vector of the curve $b$, and $T = b'/|b'|$ is its
+        tangent. In the subspace form, $\xi$ is in units of the chord length, so the volume element is multiplied by
+        $|\varphi_n - \varphi_0|^{n-1}$. In both forms, the volume element is the square root of the determinant of the
+        pullback metric.
         """
         self._require_flat("volume_element")
         self._check_phi(phi)
         t, xi = self._split(x)
         control, offset = self._form.offset(phi, t, xi)
         component = (offset * curvature_vector(control, t)).sum(-1)
+        # In the subspace form, each of the normal coordinates is in units of the chord length.
         scale = self._form.chord_scale(control) ** self._form.num_normal
         return torch.mul(derivative(control, t).norm(dim=-1), scale * (1 - component))
 
     def log_volume(self, phi: Phi) -> Float64[Tensor, ""]:
         r"""Compute the log-volume $\log(L\, V_m(r))$ in float64, by the tube formula of Weyl and Hotelling.
 
-        $L$ is the length of the curve, and $V_m$ is the volume of a ball in the m normal dimensions. m is n - 1 for the
-        subspace form and P - 1 for the ambient form. The formula is exact for every regular curve with
-        $r \max |k| < 1$. Where the tunnel overlaps itself, the volume counts with its multiplicity. The result is
-        differentiable with respect to $\varphi$. For radius 0 and m > 0, the result is $-\infty$.
+        $L$ is the length of the curve, and $V_m(r)$ is the volume of a ball of radius $r$ in the m normal dimensions.
+        In the subspace form m is n - 1, and in the ambient form it is P - 1. The formula is exact for every regular
+        curve whose curvature $|k|$ satisfies $r \max |k| < 1$. If the tunnel overlaps itself, the volume counts with
+        its multiplicity. The result is differentiable with respect to $\varphi$. For radius 0 and m > 0, the result is
+        $-\infty$.
 
         Raises:
             ArgumentError: for the same reasons as in `check`.
         """
         self.check(phi)
         points = phi.flatten(1)
+        # `gram` forms the difference in float64 and is differentiable.
         chord = gram([points[-1]], minus=points[0])[0][0, 0].sqrt()
         length = arc_length(self.curve._speed(phi), self.curve.breaks)
         return length.log() + log_ball(self._form.num_normal, self.radius * chord)
@@ -257,9 +269,9 @@ class Tunnel(Embedding):
 
     @torch.no_grad()
     def nearest(self, phi: Phi, point: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
-        r"""Compute the coordinates of the nearest points of the tunnel, and the distances.
+        r"""Compute the coordinates of the nearest points of the tunnel to given points $y$, and the distances.
 
-        The nearest point is in one of the following disks. The method compares all of them:
+        The nearest point is in one of the following disks, and the method compares all of them:
 
         - the disk at a parameter t with $\langle y - b(t), b'(t)\rangle = 0$, which is a polynomial equation;
         - the disk at an end of the tunnel.
@@ -283,12 +295,14 @@ class Tunnel(Embedding):
         batch = point.shape[: point.ndim - len(self.space.shape)]
         axes, control = span(phi)
         offset = point.reshape(math.prod(batch), phi[0].numel()).double() - phi[0].flatten().double()
+        # The component orthogonal to the span is the same for all disks, so the search needs only n dimensions.
         within_span = offset @ axes.mT
         orthogonal = offset - within_span @ axes
         r = self.radius * control[-1].norm()
         off = orthogonal.norm(dim=-1, keepdim=True)
         t, normal, distances = nearest_normal_disk(control, within_span, r, off, fills=self._form.fills_normal_space)
         xi = self._form.normal_coordinates(control, t, normal, normal @ axes + orthogonal)
+        # A point outside of the tunnel is mapped to the boundary of its disk.
         size = xi.norm(dim=-1, keepdim=True)
         xi = torch.where(size > r, r / size, torch.ones_like(size)) * xi
         if r > 0:
@@ -300,16 +314,17 @@ class Tunnel(Embedding):
     def contains(self, phi: Phi, point: Float[Tensor, "..."]) -> Tensor:
         r"""Return whether points (*batch, *space.shape) are in the tunnel, (*batch,).
 
-        A point $y$ is in the tunnel if for some t, $\log_{b(t)} y$ is orthogonal to $b'(t)$ and not longer than $r$.
-        The tolerance is $4 (n + 1)(1 + 2\varepsilon)\,u\,\max_i |\varphi_i|$, where $u$ is the machine epsilon of the
-        coarser dtype. On a curved space, the tolerance is $50\,u\,(1 + r)$, and the method searches for one such t in
-        each of 64 subintervals.
+        A point $y$ is in the tunnel of the curve $b$ with the radius $r$ if, for some parameter t, $\log_{b(t)} y$ is
+        orthogonal to $b'(t)$ and not longer than $r$. On a flat space, the tolerance is $4 (n + 1)(1 +
+        2\varepsilon)\,u\,\max_i |\varphi_i|$, where $u$ is the machine epsilon of the less precise dtype. On a curved
+        space, the tolerance is $50\,u\,(1 + r)$, and the method searches for one such t in each of 64 subintervals.
 
         Raises:
             ArgumentError: for the same reasons as in `nearest`.
         """
         if self.space.flat:
             distances = self.nearest(phi, point)[1]
+            # An offset from the curve is at most ε chords long, which is at most 2ε times the largest control point.
             return distances <= 4 * self.size * (1 + 2 * self.radius) * rounding_error(phi, point)
         self._check_phi(phi)
         self.space._check({"phi": phi, "point": point})
@@ -320,9 +335,11 @@ class Tunnel(Embedding):
             center, velocity = self.curve._point_and_velocity(phi, t)
             log = self.space._log(center, point.expand_as(center))
             speed = norm(self.space, center, velocity)
+            # Dividing by the speed makes the component a length, so that it can be compared with the tolerance.
             component = self.space._inner(center, log, velocity) / torch.where(speed > 0, speed, 1.0)
             return component, norm(self.space, center, log)
 
+        # At a foot, the tangential component changes its sign. Both ends of the curve are candidates as well.
         grid = torch.linspace(0, 1, NUM_CELLS + 1, dtype=torch.float64, device=phi.device)
         grid = grid.reshape(-1, *(1 for _ in batch)).repeat(1, *batch)
         t = find_sign_change(lambda t: tangential_component_and_distance(t)[0], grid[:-1], grid[1:])
@@ -336,7 +353,7 @@ class Tunnel(Embedding):
     ) -> tuple[Float64[Tensor, " points"], Float64[Tensor, " points"], Float64[Tensor, " points"]]:
         """Estimate the mean and the maximum of a function over cross-sections of the tunnel.
 
-        The points of each cross-section are drawn uniformly.
+        The estimates are computed from uniformly distributed random points of each cross-section.
 
         Args:
             phi: the control points.
@@ -359,11 +376,13 @@ class Tunnel(Embedding):
 
     def _sample_at(self, phi: Tensor, t: Tensor, generator: torch.Generator, *, by_volume: bool = False) -> Tensor:
         """Draw coordinates at parameters `t`, uniform in the ball or with the density of the volume element."""
+        # `tail` determines the exponential variable, and `flip` whether ξ is replaced by -ξ.
         tail, flip = uniform_draws(2, *t.shape, generator=generator).to(t.device)
         xi = self._form.sample_ball(phi, t, tail, generator)
         if by_volume:
             control, offset = self._form.offset(phi, t, xi)
             component = (offset * curvature_vector(control, t)).sum(-1)
+            # The reflection makes the density proportional to 1 - ⟨ξ, k⟩, because the ball is symmetric.
             xi = torch.where((2 * flip < 1 + component)[..., None], -xi, xi)
         return torch.cat([t[..., None].to(xi), xi], -1)
 
@@ -438,6 +457,7 @@ class _AmbientForm:
     def sample_ball(self, phi: Tensor, t: Tensor, tail: Tensor, generator: torch.Generator) -> Tensor:
         space = self.curve.space
         center = self.curve(phi, t)
+        # The radius is relative to the chord, which is a geodesic on a curved space.
         r = self.radius * _chord(space, phi)
         if r == 0:
             return center.new_zeros(*t.shape, self.num_coordinates)
@@ -447,6 +467,7 @@ class _AmbientForm:
 
         velocity = self.curve.velocity(phi, t)
         square = space._inner(center, velocity, velocity)
+        # The negated comparison also catches NaN.
         for stationary in t[~(square > 0)]:
             raise ArgumentError(_no_velocity(stationary.item()))
         xi = space._random_tangent(center, generator)
@@ -459,9 +480,9 @@ class _AmbientForm:
 
 @dataclass(frozen=True)
 class _SubspaceForm:
-    """The subspace form, in which ξ contains coordinates in a moving frame. Their unit is the chord length.
+    """The subspace form, in which ξ contains coordinates in a moving frame, in units of the chord length.
 
-    The frame is in the span of the control points.
+    The frame is orthonormal, orthogonal to the curve, and in the span of the control points.
     """
 
     curve: Bezier
@@ -492,6 +513,7 @@ class _SubspaceForm:
         return torch.float64
 
     def point(self, phi: Tensor, center: Tensor, t: Tensor, xi: Tensor) -> Tensor:
+        # If the ends are equal, the radius is 0 and the frame may be undefined.
         if not (phi[-1] != phi[0]).any():
             return center
         axes, control = span(phi)
@@ -513,6 +535,7 @@ class _SubspaceForm:
         return self._ball(tail, generator)
 
     def check_span(self, phi: Tensor, control: Tensor) -> None:
+        # A diagonal entry is the distance of a control point from the span of the previous ones.
         if not control[1:].diagonal().abs().min().item() > 4 * len(phi) * rounding_error(phi):
             raise ArgumentError(
                 f"phi: expected control points that span {self.curve.degree} dimensions, got fewer; use form='ambient'"
@@ -556,6 +579,7 @@ def log_ball(dimension: int, radius: Float64[Tensor, ""]) -> Float64[Tensor, ""]
         >>> log_ball(3, torch.tensor(1.0).double()).exp() / math.pi
         tensor(1.3333, dtype=torch.float64)
     """
+    # The logarithm avoids overflow and underflow in large dimensions. `xlogy` is 0 for dimension 0, even if r is 0.
     half = dimension / 2
     return torch.xlogy(radius.new_tensor(dimension), radius) + half * math.log(math.pi) - math.lgamma(half + 1)
 
@@ -568,18 +592,21 @@ def uniform_draws(*shape: int, generator: torch.Generator) -> Float64[Tensor, ".
 def ball_scale(size: Float64[Tensor, "*b"], tail: Float64[Tensor, "*b"]) -> Float64[Tensor, "*b"]:
     """Return the factor that maps a standard normal vector of length `size` to a uniform point of the unit ball.
 
-    `tail` is a uniform random number in [0, 1), from which the exponential variable is computed.
+    The factor also depends on an exponential variable, which is computed from a uniform random number `tail` in [0, 1).
     """
+    # -2 log(1 - U) is twice an exponential variable. `log1p` is accurate for small U.
     factor: Tensor = 1 / (size.square() - 2 * torch.log1p(-tail)).sqrt()
     return factor
 
 
 def sample_by_length(control: Control, count: int, generator: torch.Generator) -> Float64[Tensor, " count"]:
-    r"""Draw parameters with the exact density $|b'(t)| / L$, by rejection sampling.
+    """Draw parameters with the exact density $|b'(t)| / L$, by rejection sampling.
 
-    The longest control vector of the hodograph is an upper bound on the speed.
+    $b'$ is the velocity and $L$ the length of the curve. The velocity is a Bézier curve, so its longest control vector
+    is an upper bound on the speed.
     """
     bound = (len(control) - 1) * control.diff(dim=0).norm(dim=-1).max()
+    # Each pass draws twice the requested number, because some of the draws are rejected.
     accepted = control.new_zeros(0)
     while len(accepted) < count:
         t, height = uniform_draws(2, 2 * count, generator=generator).to(control.device)

@@ -1,11 +1,14 @@
-"""The two kernels that access the parameters of models: `gram` reads them, and `combine` writes them.
+"""The two kernels of the library: `gram` reads the parameters of models, and `combine` writes them.
 
-All other computations of the library are algebra on a k x k matrix. The rows of the kernels are vectors, tuples of
-tensors, or differences of these. A difference is formed in float64, a few entries at a time, and never stored. Small
-differences of large models therefore keep their digits.
+A model with P parameters is a row of P entries. For k rows, `gram` computes the k x k matrix of their inner products,
+and `combine` adds a weighted sum of them to a base row. All other computations of the library are algebra on this small
+matrix.
 
-The backends `reference`, `cpu` and `triton` implement the same operations. `sharded` extends them to rows of which
-every rank stores a shard, either as `DTensor`s or as plain tensors within `across_ranks`.
+A row is a vector, a tuple of tensors, or the difference of two of these. A difference is formed in float64, a few
+entries at a time, and is never stored. Small differences of large models therefore keep their digits.
+
+The backends `reference`, `cpu` and `triton` implement the same operations. The module `sharded` extends them to rows
+that are distributed over several ranks, either as `DTensor`s or as plain tensors within `across_ranks`.
 """
 
 from collections.abc import Sequence
@@ -92,9 +95,11 @@ def gram(
     minus: Subtrahend = None,
     segments: Sequence[int] | None = None,
 ) -> Float64[Tensor, "S k k"]:
-    r"""Compute the Gram matrix of the rows for each segment.
+    r"""Compute the Gram matrix of the rows, which contains the inner products of all pairs of rows, for each segment.
 
-    $$G^{(s)}_{ij} = \sum_{p \in s} (a_i[p] - b_i[p])\,(a_j[p] - b_j[p])$$
+    With the rows $a_i$ and their subtrahends $b_i$, the entries of the Gram matrix of segment $s$ are
+
+    $$G^{(s)}_{ij} = \sum_{p \in s} (a_i[p] - b_i[p])\,(a_j[p] - b_j[p]).$$
 
     Args:
         rows: the $a_i$: k rows of P entries of any floating dtypes. A row is a vector, or a tuple of tensors of any
@@ -139,7 +144,7 @@ def gram(
 def gram_combine(rows: Operands, combinations: Sequence[LinearCombination]) -> Float64[Tensor, "1 k k"]:
     """Compute a Gram matrix and several linear combinations, in one pass if the backend supports it.
 
-    The results have the same bits as those of `gram` and `combine`.
+    The results are bit-identical to those of separate calls of `gram` and `combine`.
 
     Args:
         rows: the rows of the Gram matrix, on one rank and without derivatives.
@@ -198,7 +203,10 @@ def combine(
 ) -> Row:
     r"""Add a linear combination of rows to a base row.
 
-    $$\mathrm{out}[p] = \mathrm{base}[p] + \sum_j c^{(s(p))}_j\,(a_j[p] - b_j[p])$$
+    With the rows $a_j$, their subtrahends $b_j$ and the coefficients $c^{(s)}_j$ of segment $s$, entry $p$ in segment
+    $s(p)$ is
+
+    $$\mathrm{out}[p] = \mathrm{base}[p] + \sum_j c^{(s(p))}_j\,(a_j[p] - b_j[p]).$$
 
     Args:
         base: a row, or `None` for zero.
@@ -224,6 +232,7 @@ def combine(
         tensor([1.5000, 2.5000])
     """
     operands = rows if minus is None and isinstance(rows, Operands) else as_operands(rows, minus, base, out)
+    # Sharded rows are checked on every rank before the exchange, so that an error on one rank reaches all ranks.
     if is_sharded(operands, base, out):
         with collective_guard(operands.distinct, base, out):
             bounds = segment_bounds(segments, operands.size)
@@ -241,6 +250,7 @@ def combine(
         )
     blocks = Blocks.of(((0, operands.size),)) if segments is None else blocks_of(segments, operands.size)
     numbers = check_coefficients(coefficients, len(blocks.segment_bounds), len(operands.plus))
+    # Coefficients without derivatives are read once on the host, because the backends need numbers.
     if isinstance(numbers, Tensor):
         if needs_autograd_path((numbers,)):
             return _combine_autograd(start, operands, numbers, blocks.segment_bounds, target)
@@ -249,6 +259,7 @@ def combine(
     selection.combine(start, operands, numbers, blocks, new)
     if out is None:
         return new
+    # The backend wrote through a pointer, so torch has not registered the change.
     bump_version(new)
     return out
 
@@ -262,14 +273,16 @@ def _combine_autograd(
 ) -> Row:
     """Compute `combine` in plain torch, so that autograd can differentiate it.
 
-    A row is omitted if its coefficient is the number 0. If the coefficients are a tensor, no row is omitted, because
-    the derivatives of the coefficients depend on all rows.
+    If a coefficient is the number 0, its row is omitted, as in the other backends. If the coefficients are a tensor, no
+    row is omitted, because the derivative with respect to a coefficient depends on its row even where the coefficient
+    is 0.
     """
     if out is not None:
         raise ArgumentError(
             "out: expected None while autograd tracks an argument; omit it, or call combine within torch.no_grad()"
         )
     dense = operands.materialise()
+    # The empty tensor makes `torch.cat` work without segments.
     parts = [dense.new_zeros(0)]
     for s, (a, b) in enumerate(bounds):
         if isinstance(numbers, Tensor):

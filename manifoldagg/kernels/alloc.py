@@ -1,8 +1,9 @@
 """Allocation of large tensors in huge pages, which reduces page faults.
 
-The operating system maps new memory page by page at the first write. With pages of 4 KiB, the page faults take several
-times as long as the write itself. On request, Linux uses pages of 2 MiB if
-`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` (the default of most distributions) or `always`.
+Linux maps new memory page by page when it is first written. With the usual pages of 4 KiB, the page faults take several
+times as long as the write itself. The functions of this module therefore request pages of 2 MiB for large tensors.
+Linux follows the request if `/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` (the default of most
+distributions) or `always`.
 """
 
 import ctypes
@@ -55,21 +56,23 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """Request huge pages for a large unwritten tensor, and return the tensor.
+    """Request huge pages for a large tensor that has not been written yet, and return the tensor.
 
     Example:
         >>> x = torch.empty(2)
         >>> in_huge_pages(x) is x
         True
     """
+    # A tensor smaller than a huge page cannot profit. Traced code has no memory yet.
     if tensor.numel() * tensor.itemsize >= HUGE_PAGE_BYTES and not torch.compiler.is_compiling():
         _advise_huge_pages(tensor)
     return tensor
 
 
 def _advise_huge_pages(tensor: Tensor) -> None:
-    """Request huge pages from the operating system. The request is only a hint, so failures are ignored."""
+    """Request huge pages from the operating system. The request is only a hint, so its result is ignored."""
     advise = _madvise()
+    # Subclasses and functorch wrappers have no address of their own.
     plain = type(tensor) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     if advise is None or not plain or not tensor.is_cpu or tensor.layout is not torch.strided:
         return

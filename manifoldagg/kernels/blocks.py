@@ -1,12 +1,14 @@
-r"""Blocks: the partition of rows into short runs of entries, which all backends use.
+r"""The partition of rows into blocks of at most $2^{14}$ entries, which all backends share.
 
-Within a block of $n \le 2^{14}$ entries, a backend may sum in any order. With $u = 2^{-53}$, every entry of a Gram
-matrix satisfies
+A backend may add the entries of a block in any order. The sums of the blocks are then added in a fixed order, so two
+backends differ only by the roundings within a block. Let $G$ be the exact Gram matrix of the rows $r_i$, and $\hat G$
+the computed one. With blocks of $n$ entries and the unit roundoff $u = 2^{-53}$ of float64, every entry satisfies
 
 $$|\hat G_{ij} - G_{ij}| \le (n + 3)\,u \sum_p |r_i[p]\, r_j[p]| \le 1.9 \cdot 10^{-12} \sqrt{G_{ii}\, G_{jj}}.$$
 
 The bound counts two roundings of the differences, one rounding of the product, and at most $n - 1$ roundings of the
-sum. `pairwise_sum` adds a relative error of at most $2u$. Two backends therefore differ by at most twice this bound.
+sum. Adding the blocks with `pairwise_sum` causes a relative error of at most $2u$. The results of two backends
+therefore differ by at most twice this bound.
 """
 
 from dataclasses import dataclass
@@ -45,6 +47,7 @@ class Blocks:
         """
         parts = [np.zeros((0, 3), np.int64)]
         for s, (start, stop) in enumerate(segment_bounds):
+            # Blocks start at the start of a segment, so the sums of a segment do not depend on other segments.
             low = np.arange(start, stop, BLOCK_SIZE, dtype=np.int64)
             parts.append(np.stack([low, np.minimum(low + BLOCK_SIZE, stop), np.full_like(low, s)], axis=1))
         table = np.concatenate(parts)
@@ -58,7 +61,10 @@ class Blocks:
 
     @cached_property
     def reduction_levels(self) -> list[tuple[Index, Index]]:
-        """The levels of the reduction tree of `pairwise_sum`, as pairs of target blocks and added blocks."""
+        """The levels of the reduction tree of `pairwise_sum`.
+
+        Each level is a pair of block indices. The sums of the second blocks are added to the sums of the first blocks.
+        """
         remaining = np.arange(len(self.table))
         levels = []
         segment = self.table[:, 2]

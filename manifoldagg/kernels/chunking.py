@@ -18,7 +18,7 @@ compared with their work. On one thread, chunks of a quarter of this size were s
 
 
 def chunks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield corresponding chunks of vectors (P,) as views. Vectors on a GPU or on several ranks are not split.
+    """Yield corresponding chunks of several vectors (P,), as views. GPU vectors and sharded vectors are not split.
 
     Example:
         >>> model, mean = torch.zeros(10), torch.ones(10)
@@ -27,6 +27,7 @@ def chunks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         >>> model.sum()
         tensor(10.)
     """
+    # torch splits an operation over its threads, so a chunk contains `CHUNK_SIZE` entries for each of them.
     width = CHUNK_SIZE * torch.get_num_threads()
     if not vectors[0].is_cpu or is_sharded(vectors):
         yield vectors

@@ -1,9 +1,10 @@
 """Exchange of numbers between ranks, without a deadlock if one rank fails.
 
-The first message has a fixed length. It contains the sender, the operation, and as many of the numbers as fit. From
-this message, all ranks detect whether the ranks disagree and whether one rank rejects its arguments. If all ranks
-agree, a second message contains the remaining numbers. On a device mesh, the exchange runs once for each mesh
-dimension.
+A rank that raises an exception would never send its numbers, and the other ranks would wait for them forever. Every
+rank therefore first sends a message of fixed length, even if it rejects its arguments. This message contains the
+sender, the operation, and as many of the numbers as fit. From the messages, all ranks detect whether a rank failed and
+whether their calls agree. If they agree, a second message contains the remaining numbers. On a device mesh, the
+exchange runs once for each mesh dimension.
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,7 +61,10 @@ class Ranks:
 
     @contextmanager
     def propagate_errors(self) -> Iterator[None]:
-        """Notify the other ranks of an exception within this context. The context must precede an exchange."""
+        """Report an exception within this context to the other ranks, which then raise an error instead of waiting.
+
+        A call of `all_gather_checked` must follow the context, because the other ranks receive the report in this call.
+        """
         try:
             yield
         except Exception:

@@ -1,4 +1,7 @@
-"""Linear combinations that are computed together. All of them read the operands before the first write."""
+"""Linear combinations that are computed together.
+
+Each of them uses the values that the operands have before the first write.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +41,7 @@ class LinearCombination:
     ) -> "LinearCombination":
         """Build a linear combination without the rows whose coefficients are 0.
 
-        If `rows` are `Operands`, `minus` must be `None`.
+        If `rows` are `Operands`, they already include their subtrahends, so `minus` must be `None`.
 
         Raises:
             ArgumentError: if a row is not a valid row, or if lengths or devices differ.
@@ -53,6 +56,7 @@ class LinearCombination:
         else:
             operands = Operands.of([rows[j] for j in used], minus and [minus[j] for j in used])
         numbers = [[float(line[j]) for j in used] for line in coefficients]
+        # The base may be one of the rows. Using the same object tells the backend to read it once.
         start = next((row for row in operands.distinct if row is base), None)
         if start is None and base is not None:
             start = operands.as_operand("base", base)
@@ -72,7 +76,10 @@ class LinearCombination:
 
 
 def must_defer(combinations: Sequence[LinearCombination]) -> list[bool]:
-    """Return for each combination whether a later combination reads the target, so that the write must be deferred."""
+    """Return, for each combination, whether its write must be deferred.
+
+    A write must be deferred if a later combination reads the memory of the target.
+    """
     later: set[int] = set()
     deferred = []
     # Backwards, `later` contains all addresses that the following combinations read.

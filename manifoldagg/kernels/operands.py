@@ -142,7 +142,10 @@ class Operands:
         return operands
 
     def with_base_and_out(self, base: Row | None, out: Row | None) -> tuple["Operands", Operand | None, Operand | None]:
-        """Validate a base and a target, and return rows, base and target, all divided into the same pieces."""
+        """Validate a base and a target against these rows, and return the rows, the base and the target.
+
+        If any of them is a tensor list, vectors are treated as rows with the same pieces.
+        """
         # If vectors are divided into pieces, this must not change the caller's operands.
         cut = self.lengths is None and (isinstance(base, tuple) or isinstance(out, tuple))
         rows = self._paired(self.plus, self.minus) if cut else self
@@ -157,6 +160,7 @@ class Operands:
         Raises:
             ArgumentError: if the row is invalid. The message names the row, or the tensor in it.
         """
+        # The first row determines the size and the device of all rows.
         if isinstance(row, Tensor):
             if self.device is NO_DEVICE and row.ndim == 1 and not row.is_meta:
                 self.size = row.shape[0]
@@ -208,7 +212,11 @@ class Operands:
         return torch.stack([as_float64(a) if b is None else as_float64(a) - as_float64(b) for a, b in pairs])
 
     def prepare(self) -> "Operands":
-        """Return these rows in the form that backends read: contiguous, with `tables` for rows on the CPU."""
+        """Return these rows in the form that backends read.
+
+        For rows on the CPU, the descriptors of the native library are stored in `tables`. If the library cannot read
+        the rows, noncontiguous tensors in tensor lists are copied instead.
+        """
         if self.tables is not None:
             return self
         if self.device == CPU:
@@ -220,6 +228,7 @@ class Operands:
                         descriptors[id(row)] = row, row.describe()
                     else:
                         descriptors[id(row)] = row, describe_vector(row, self.lengths)
+            # An empty descriptor marks a row that the native library cannot read.
             plus = [descriptors[id(row)][1] for row in self.plus]
             minus = [descriptors[id(row)][1] for row in self.minus]
             if all(plus) and all(minus):
@@ -310,7 +319,7 @@ def blocks_of(segments: Sequence[int], size: int) -> Blocks:
 
 @lru_cache(maxsize=64)
 def _blocks_of(segments: tuple[int, ...], size: int) -> Blocks:
-    """Build and cache the blocks. Validating hundreds of segments would take longer than a step of a small model."""
+    """Build and cache the blocks, because validating hundreds of segments takes longer than a step of a small model."""
     return Blocks.of(segment_bounds(segments, size))
 
 
@@ -357,10 +366,12 @@ def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ..
 def _self_overlaps(tensor: Tensor) -> bool:
     """Return whether entries of a tensor may share an address.
 
-    This is the case if a stride is within the extent of the smaller strides.
+    The dimensions with smaller strides cover a range of addresses. If the next stride is not larger than this range,
+    entries may coincide.
     """
     if tensor.is_contiguous():
         return False
+    # Axes of length 1 have arbitrary strides and are ignored.
     extent = 0
     for step, n in sorted((step, n) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
         if step <= extent:
@@ -373,6 +384,7 @@ def address_ranges(row: Operand, lengths: tuple[int, ...]) -> np.ndarray:
     """Return the address range of each piece of a row: (2, n)."""
     if isinstance(row, TensorList):
         return row.address_ranges
+    # A piece ends after its last entry, not at the start of the next piece, because entries may be strided.
     borders = edges(lengths)
     item = row.itemsize
     step = row.stride(0) * item
@@ -428,6 +440,7 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
             # `isinstance` gets tuples, because torch.compile in torch 2.6 does not support union types.
             if isinstance(coefficients, (str, bytes, Mapping, Set)):
                 raise TypeError(f"got {coefficients!r}")
+            # Lists of plain numbers are the common case. They need neither a tensor nor a check of each entry.
             listed: list[Any] = list(coefficients)
             if len(listed) == k and NUMBER_TYPES.issuperset(map(type, listed)):
                 return [[float(c) for c in listed]] * s
@@ -447,11 +460,12 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
 def needs_autograd_path(tensors: Iterable[Row]) -> bool:
     """Return whether autograd or a functorch transform tracks any of the given tensors.
 
-    The fused kernels have no derivatives, and a transform would silently use zeros instead. Tracked calls therefore use
-    plain torch. Calls that `torch.compile` traces also use plain torch.
+    The fused kernels have no derivatives, and a transform would silently use zeros in their place. Tracked calls
+    therefore use plain torch. Calls that `torch.compile` traces use plain torch too.
     """
     if torch.compiler.is_compiling():
         return True
+    # The three kinds of derivatives are checked separately: reverse mode, forward mode, and functorch transforms.
     if torch.is_grad_enabled():
         for row in tensors:
             if row.requires_grad if isinstance(row, Tensor) else any(map(_requires_grad, row)):
@@ -470,6 +484,7 @@ def is_sharded(*groups: "Subtrahend | Operands") -> bool:
         return False
     if SHARD_GROUP.get() is not None or "torch.distributed.tensor" not in sys.modules:
         return SHARD_GROUP.get() is not None
+    # Comparing the types of the distinct rows is faster than searching nested sequences for DTensors.
     rows = [x for x in groups if not (isinstance(x, Operands) and PLAIN_ROW_TYPES.issuperset(map(type, x.distinct)))]
     return bool(rows and dtensors_in(rows))
 
@@ -510,6 +525,7 @@ def _stack_numbers(numbers: Any) -> Tensor:
     """Stack nested numbers and tensors into one float64 tensor, and preserve their derivatives."""
     if isinstance(numbers, Tensor):
         return _check_real(numbers).to("cpu", torch.float64)
+    # These types can be converted to floats, but they are hardly meant as coefficients.
     if isinstance(numbers, (str, bytes, bool, np.bool_)):
         raise TypeError(f"got {numbers!r}")
     if isinstance(numbers, Sequence):

@@ -1,12 +1,12 @@
-"""Addition of the sums over blocks to a Gram matrix, with a reproducible result.
+"""Summation of block products to Gram matrices, with a reproducible and accurate result.
 
-The blocks are added in a fixed order, with compensation of the rounding errors. The result therefore does not depend on
-the number of threads, or on which thread computed which block.
+The sums of the blocks are added in a fixed order, and the rounding errors are compensated. The result therefore depends
+neither on the number of threads, nor on which thread computed which block.
 
-Squares of float32, bf16 and fp16 differences never overflow or underflow. For float64 rows, the norm in a segment can
-be below $2^{-450}$ or above $2^{500}$, where squares lose digits or overflow. Such a row is multiplied by $2^{-e}$ in
-this segment, where $2^e$ is close to its largest entry. The products are multiplied by $2^{e_i + e_j}$ at the end. Both
-multiplications are exact, so every entry of the Gram matrix that float64 can represent is accurate.
+Squares of differences of float32, bf16 and fp16 numbers never overflow or underflow in float64. Squares of float64
+numbers can. If the norm of a row in a segment is below $2^{-450}$ or above $2^{500}$, the row is multiplied by $2^{-e}$
+in this segment, where $2^e$ is close to its largest entry. The products are multiplied by $2^{e_i + e_j}$ at the end.
+Multiplying by a power of two is exact, so every entry of the Gram matrix that float64 can represent is accurate.
 """
 
 import math
@@ -60,7 +60,7 @@ def gram_matrices(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> Ten
 
 
 def _sum_over_blocks(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> np.ndarray:
-    """Return the sums $h$ of `pairwise_sum`. If the compiled backend is available, it computes the same bits."""
+    """Return the high parts $h$ of `pairwise_sum`, computed by the compiled backend if it is available."""
     compiled = getattr(selection.backend_for(rows.device), "pairwise_sum", None)
     result: np.ndarray = pairwise_sum(block_sums, blocks)[0] if compiled is None else compiled(block_sums, blocks)
     return result
@@ -69,9 +69,10 @@ def _sum_over_blocks(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
     r"""Sum over the blocks of each segment, with compensation of rounding errors.
 
-    Each sum is an unevaluated pair $h + l$. Neighbouring blocks are added pairwise, level by level. Knuth's two-sum
-    computes the rounding error of each addition, and $l$ is the sum of these errors. The error of $h + l$ is therefore
-    of order $u^2 \sum |x|$. Except for ties, $h$ is the exact sum rounded once.
+    Each sum is represented by two numbers, a high part $h$ and a low part $l$, whose sum $h + l$ is never evaluated.
+    Neighbouring blocks are added pairwise, level by level. Knuth's two-sum computes the rounding error of each
+    addition, and $l$ is the sum of these errors. For summands $x$ and the unit roundoff $u$ of float64, the error of $h
+    + l$ is therefore of order $u^2 \sum |x|$. Except for ties, $h$ is the exact sum rounded once.
 
     Args:
         block_sums: (B, n) float64, one row for each block.
@@ -95,7 +96,10 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
 
 
 def two_sum(a: CompensatedSum, b: CompensatedSum) -> CompensatedSum:
-    """Add two pairs $h + l$. If $h$ is not finite, $l$ is 0, and NumPy may emit warnings."""
+    """Add two sums, each of which is a pair of a high part $h$ and a low part $l$, and return such a pair.
+
+    If $h$ is not finite, $l$ is 0, and NumPy may emit warnings.
+    """
     high = a[0] + b[0]
     # Knuth 1969: the exact error of a[0] + b[0], whichever is larger, in six operations without a comparison.
     other = high - a[0]
@@ -135,7 +139,11 @@ def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
 
 
 def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarray) -> np.ndarray:
-    """Return the scaling exponents (S, k) of out-of-range rows, and 0 for other, zero or nonfinite rows."""
+    """Return the exponents (S, k) of the powers of two by which out-of-range rows are divided.
+
+    The exponent is 0 for rows within range. It is also 0 for rows that are zero or not finite, because scaling does not
+    change their products.
+    """
     powers = np.zeros(is_out_of_range.shape, int)
     for s, i in np.argwhere(is_out_of_range).tolist():
         largest = _max_abs(rows, i, *blocks.segment_bounds[s])
@@ -145,7 +153,11 @@ def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarra
 
 
 def rescaled(sums: np.ndarray, scaled: np.ndarray, powers: np.ndarray) -> np.ndarray:
-    """Return the products `sums`, in which the products of scaled rows replace those outside the float64 range."""
+    """Replace the products of scaled rows in the unscaled sums.
+
+    Args: sums: (S, k(k+1)/2), the products of the unscaled rows. scaled: the products of the scaled rows. powers: (S,
+    k), the exponents of the scaling. Rows with exponent 0 are not scaled.
+    """
     # The product of an out-of-range row with any other row may be out of range too.
     i, j = np.tril_indices(powers.shape[1])
     exponents = powers[:, i] + powers[:, j]

@@ -1,18 +1,19 @@
-r"""Kernels for sharded rows. Every rank stores a shard of the rows, and only sums for the Gram matrix are communicated.
+r"""Kernels for rows that are distributed over several ranks. Every rank stores a shard of each row.
 
-Each rank computes the sums of its own shard. The sums of all ranks are then added:
+Each rank computes the sums over its own shard, and only these sums are communicated. The Gram matrix of segment $s$ of
+the rows $r_i$ is the sum of the contributions of all ranks $q$:
 
-$$G^{(s)} = \sum_{r} G^{(s, r)}, \qquad G^{(s, r)}_{ij} = \sum_{p \in s \cap r} r_i[p]\, r_j[p]$$
+$$G^{(s)} = \sum_{q} G^{(s, q)}, \qquad G^{(s, q)}_{ij} = \sum_{p \in s \cap q} r_i[p]\, r_j[p]$$
 
-The exchange is an all-gather, because the rounding errors of an all-reduce depend on the library, its algorithm and the
-number of ranks. After the all-gather, every rank has the sums of all ranks as unevaluated pairs $h + l$. It adds these
-pairs in the order of the ranks, with the compensated sum that also adds blocks.
+The ranks exchange the sums by an all-gather, because the rounding errors of an all-reduce depend on the library, its
+algorithm and the number of ranks. After the all-gather, every rank has the sums of all ranks as unevaluated pairs $h +
+l$. It adds these pairs in the order of the ranks, with the compensated sum that also adds blocks.
 
 - All ranks therefore compute the same bits.
 - If the shards are split at block boundaries, these are the bits of a single rank, except for the rare ties of
   `pairwise_sum`.
-- If the shards are split elsewhere, the blocks differ. To first order, the two results differ by at most
-  $2 (n + 1)\, u \sum_p |r_i[p]\, r_j[p]|$, where $n$ is the length of a block and $u = 2^{-53}$.
+- If the shards are split elsewhere, the blocks differ. To first order, the two results differ by at most $2 (n + 1)\, u
+  \sum_p |r_i[p]\, r_j[p]|$, where $n$ is the length of a block and $u = 2^{-53}$.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,7 +76,7 @@ def combine(
     out: Operand | None,
     backend: Any,
 ) -> Operand:
-    """Compute a linear combination of sharded rows, and write the local shard of the result to `out`.
+    """Compute a linear combination of sharded rows. Each rank writes only its own shard of the result.
 
     Args:
         base: a row that is sharded like the others, or `None`.

@@ -1,4 +1,4 @@
-"""Shards: the entries of vectors that this rank stores, and the ranks that store the other entries.
+"""Shards: the parts of vectors that this rank stores, and the group of ranks that stores the other parts.
 
 The vectors are either `DTensor`s, which know their placement, or plain tensors within
 [`across_ranks`][manifoldagg.kernels.shards.across_ranks].
@@ -76,6 +76,7 @@ def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collec
         )
     if dist.get_rank(group) < 0:
         raise ArgumentError(f"group: expected a process group that contains rank {dist.get_rank()}, got one without it")
+    # Sorted indices give equal checksums on all ranks, and the last index is the largest one.
     replicated_segments = tuple(sorted({check_count("replicated", s, at_least=0) for s in replicated}))
     token = SHARD_GROUP.set((group, replicated_segments))
     try:
@@ -89,8 +90,8 @@ def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
     """Propagate an exception within this context to all ranks, so that no rank waits for the others forever.
 
     The other ranks raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names this rank. Use the guard for
-    checks before `sharded.gram` and `sharded.combine`. Do not call these functions within a guard, because they contain
-    guards themselves.
+    checks before `sharded.gram` and `sharded.combine`. These two functions contain guards themselves, so do not call
+    them within a guard.
 
     Raises:
         ArgumentError: if the tensors are not shards, or if their mesh does not contain this rank.
@@ -192,6 +193,7 @@ def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalSha
         tensors[id(vector)] = local = _to_local(vector)
         if local.shape[0] != stop - start:
             expected = f"{stop - start} entries on rank {dist.get_rank()}"
+            # The segments of the whole vector can be cut only if the shard contains the expected range.
             raise ArgumentError(f"{name}: expected {expected}, as split by torch.chunk, got {local.shape[0]}")
     # The segments of the whole vector, cut to the range of this shard.
     cuts = tuple((min(max(a, start), stop) - start, min(max(b, start), stop) - start) for a, b in segments)
@@ -214,11 +216,13 @@ def _check_placement(name: str, vector: Any, expected_like: Any) -> None:
 def _to_local(vector: Any) -> Tensor:
     with torch.no_grad():
         local = vector.to_local()
+    # A DTensor may return an asynchronous tensor, which must be complete before its memory is read.
     ready: Tensor = local.wait() if hasattr(local, "wait") else local
     return ready
 
 
 def _checksum(integers: Iterable[int] | SegmentBounds) -> int:
+    # Ranks exchange float64 numbers, which represent a 32-bit checksum exactly.
     return zlib.crc32(np.array([*integers], np.int64).tobytes())
 
 

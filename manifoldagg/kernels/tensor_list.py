@@ -69,14 +69,16 @@ def set_reader(reader: Reader | None) -> Reader | None:
 
 @lru_cache(maxsize=64)
 def _unpack(numbers: bytes) -> tuple[int, ...]:
-    """Return the numbers as a tuple. Equal results are one cached object, which is fast to compare."""
+    """Decode 64-bit integers. Equal inputs return the same cached tuple, which is fast to compare."""
     return tuple(array("q", numbers))
 
 
 class _lazy(Generic[T]):
-    """A property of a tensor list that is computed once. The first access starts the native reader.
+    """A property of a tensor list that is computed at the first access and then cached.
 
-    This class is a `cached_property` without a lock, which would take longer than computing the values.
+    The first access to any of these properties calls the native reader, which sets most of them at once.
+    `functools.cached_property` is too slow, because some Python versions acquire a lock in it that takes longer than
+    the computation.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
@@ -96,11 +98,11 @@ class _lazy(Generic[T]):
 class TensorList(tuple[Tensor, ...]):
     """A row that consists of the entries of several tensors of any shapes and dtypes, one tensor after another.
 
-    A tensor list is a tuple of tensors. The kernels also accept a plain tuple and convert it on each call. Convert a
-    tuple once to save time: the first call then reads the attributes of every tensor, and later calls reuse them.
+    A tensor list is a tuple of tensors. The kernels also accept a plain tuple, but convert it again on each call. A
+    `TensorList` reads the attributes of its tensors in the first call and reuses them in later calls.
 
-    A tensor list is valid during one step. In that time, the values of its tensors may change, but not their shape,
-    dtype and storage.
+    Because of this cache, a tensor list is valid during one step only. In that time, the values of its tensors may
+    change, but not their shape, dtype and storage.
 
     Example:
         >>> from manifoldagg.kernels import combine, gram
@@ -137,9 +139,10 @@ class TensorList(tuple[Tensor, ...]):
 
     @property
     def form(self) -> bytes:
-        """A key that is equal for lists whose tensors have equal shapes and dtypes; `b""` if it is unknown.
+        """A key that is equal for lists whose tensors have equal shapes and dtypes.
 
-        Tensors with a form are dense, allocated, on the CPU, and not negative views.
+        If the native reader does not support the tensors, the key is `b""`. Otherwise, the tensors are dense,
+        allocated, on the CPU, and not negative views.
         """
         if "table" not in self.__dict__:
             self.read()
@@ -257,7 +260,7 @@ def _descriptors(row: TensorList) -> bytes:
 def describe_vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes:
     """Return the address, stride and dtype of each piece of a vector for `native.cpp`.
 
-    The result is `b""` if `native.cpp` cannot read the vector.
+    If `native.cpp` cannot read the vector, the result is `b""`.
 
     Args:
         vector: a vector on the CPU.
@@ -268,6 +271,7 @@ def describe_vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes:
     # A lazily allocated zero tensor has a null data pointer.
     if dtype is None or vector.is_neg() or (address == 0 and vector.shape[0] > 0):
         return b""
+    # A vector that is combined with tensor lists is cut into the same pieces, each with its own address.
     step = vector.stride(0)
     if lengths is None:
         return _pack_descriptor(address, step, dtype)
@@ -279,6 +283,7 @@ def describe_vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes:
 
 def _byte_extent(tensor: Tensor) -> int:
     """Return the number of bytes from the start of the first entry to the end of the last entry."""
+    # An empty tensor has no last entry.
     if tensor.numel() == 0:
         return 0
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -298,12 +303,13 @@ def edges(lengths: tuple[int, ...]) -> np.ndarray:
         [0, 2, 2, 5]
     """
     result = np.array([0, *accumulate(lengths)], np.int64)
+    # The result is cached and shared by all callers.
     result.setflags(write=False)
     return result
 
 
 def overlapping_pieces(borders: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Return the pieces between `start` and `stop`, each with the range of its entries that is covered.
+    """Return the pieces that overlap the range from `start` to `stop`, each with the covered range of its entries.
 
     Example:
         >>> overlapping_pieces([0, 2, 2, 5], 1, 4)

@@ -1,6 +1,7 @@
-"""Linear algebra on spaces with flat and low-rank leaves.
+"""Linear algebra on spaces whose leaves are ordinary tensors (flat) or LoRA adapters (low-rank).
 
-A linear combination of points is computed in the ambient vector space and then projected back to the leaves.
+The sum of two matrices of low rank can have a higher rank. A linear combination of points is therefore computed in the
+ambient vector space, which contains all matrices, and then projected back to matrices of the given rank.
 """
 
 import math
@@ -34,13 +35,13 @@ LeafCoefficients = Sequence[Any]
 class AmbientSpace:
     """The vector space that contains a manifold: low-rank leaves become m x n matrices, and flat leaves are unchanged.
 
-    The class computes inner products and linear combinations of *rows*, like the kernels, without materialising
+    Like the kernels, the class computes inner products and linear combinations of *rows*, without materialising
     differences of rows. On a flat space, it calls the kernels directly.
 
-    If the space has low-rank leaves, a row is a point, or a tuple with one tensor for each leaf. The tensor of a
+    On a space with low-rank leaves, a row is a point, or a tuple with one tensor for each leaf. The tensor of a
     low-rank leaf is a stack (*batch, m + n, any) of factors. Inner products are computed from small cores in a joint
-    basis of all stacks. A linear combination concatenates the columns of the stacks, and one truncation projects the
-    result to the leaf.
+    basis of all stacks. To compute a linear combination, the columns of the stacks are concatenated, and one truncation
+    projects the result to the leaf.
 
     Attributes:
         leaves: the leaves of the space, or an empty tuple for a flat space.
@@ -90,6 +91,7 @@ class AmbientSpace:
         if not self.leaves:
             return gram(rows, minus=minus, segments=segments)
         subtrahends = [None] * len(rows) if minus is None else minus
+        # The kernels read all flat leaves in one call, with one segment for each leaf.
         flat = self._flat_leaves
         products = {}
         if flat:
@@ -111,7 +113,7 @@ class AmbientSpace:
         segments: Sequence[int] | None = None,
         out: Any = None,
     ) -> Any:
-        """Add a linear combination of rows to a point, and return the nearest point of the space.
+        """Add a linear combination of rows to a point, and return the point of the space that is nearest to the sum.
 
         Raises:
             ArgumentError: if the result is not finite at a low-rank leaf.
@@ -140,7 +142,11 @@ class AmbientSpace:
         minus: Sequence[Row | None],
         dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
-        """Compute a linear combination of rows. Low-rank leaves are truncated to their `state_rank`."""
+        """Compute a linear combination of rows that a server stores, such as a momentum.
+
+        A stored row may have a higher rank than a point, which makes later sums more accurate. Low-rank leaves are
+        truncated to their `state_rank`.
+        """
         pieces = self._combine_flat(None, rows, coefficients, minus, dtype)
         truncations = []
         for i in self._low_rank_leaves:
@@ -148,6 +154,7 @@ class AmbientSpace:
             stacks, weights = self._weighted_stacks(i, rows, minus, self._leaf_coefficients(i, coefficients))
             svd = self._truncate_sum(i, stacks, weights, space.state_rank or STATE_RANK_FACTOR * space.rank)
             truncations.append(svd)
+            # `point` pads the factors to the rank. A stored row needs no padding, because its rank may vary.
             pieces[i] = svd.point[..., : svd.values.shape[-1]].to(dtype)
         self._record_truncations("state_truncated", truncations)
         return tuple([pieces[i] for i in range(len(self.leaves))])
@@ -158,7 +165,10 @@ class AmbientSpace:
         return point
 
     def tangent_lengths(self, rows: Sequence[Row], coefficients: Sequence[float], point: Tensor) -> tuple[float, float]:
-        """Compute two norms over the low-rank leaves, for a linear combination of rows and a point.
+        """Compute two norms over the low-rank leaves, which measure how accurate a mean of rows is.
+
+        If the point is the matrix of the given rank that is nearest to the combination, the tangent component of their
+        difference is 0.
 
         Returns:
             The norm of the tangent component of the combination minus the point, and the norm of the combination.
@@ -169,6 +179,7 @@ class AmbientSpace:
             space = copied_space(self.leaves[i].space)
             base = self._piece(point, i)
             total = combine_stacks(coefficients, [self._piece(row, i) for row in rows], space.m)
+            # `inverse_retract` projects the difference of the combination and the point to tangents.
             tangent = space._inverse_retract(base, total)
             tangent_norms += space._inner(base, tangent, tangent).clamp(min=0).sqrt().flatten().tolist()
             norms += JointBasis.of([total], space.m).gram(torch.ones(1, 1)).clamp(min=0).sqrt().flatten().tolist()
@@ -188,6 +199,7 @@ class AmbientSpace:
             )
         for i, piece in enumerate(row):
             axes: list[int | None] = [*self._piece(like, i).shape]
+            # The last axis of a stack is its rank, which may differ from the rank of the leaf.
             if i in self._low_rank_leaves:
                 axes[-1] = None
             check_finite(f"{name}[{i}]", check_shape(f"{name}[{i}]", piece, *axes))
@@ -196,7 +208,10 @@ class AmbientSpace:
     def combine_exact(
         self, rows: Sequence[Row], coefficients: LeafCoefficients, *, minus: Sequence[Row | None]
     ) -> tuple[Tensor, ...]:
-        """Compute a linear combination of rows in float64 without truncation."""
+        """Compute a linear combination of rows in float64, without truncation.
+
+        The ranks of the rows therefore add up at low-rank leaves.
+        """
         pieces = self._combine_flat(None, rows, coefficients, minus, torch.float64)
         for i in self._low_rank_leaves:
             stacks, weights = self._weighted_stacks(i, rows, minus, self._leaf_coefficients(i, coefficients))
@@ -228,6 +243,7 @@ class AmbientSpace:
         self, rows: Sequence[Row], minus: Sequence[Row | None]
     ) -> tuple[list[TensorList], list[TensorList | None]]:
         """Return the flat leaves of rows as operands of the kernels. Equal rows share one operand."""
+        # Operands are compared by identity, so one row must be converted to one operand.
         lists: dict[int, TensorList] = {}
         for row in (*rows, *minus):
             if row is not None and id(row) not in lists:
@@ -261,7 +277,10 @@ class AmbientSpace:
     def _combine_low_rank(
         self, i: int, base: Row, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[Tensor, TruncatedSVD | None]:
-        """Compute one low-rank leaf of `base` plus a linear combination of rows, and the truncation, if any."""
+        """Compute one low-rank leaf of `base` plus a linear combination of rows.
+
+        The second result is the truncation, or `None` if no truncation was necessary.
+        """
         space = copied_space(self.leaves[i].space)
         start = self._piece(base, i)
         stacks, weights = self._distinct_stacks(i, (base, *rows), (None, *minus), (1.0, *coefficients))
@@ -301,7 +320,7 @@ class AmbientSpace:
         return [stacks[j] for j in used], [weights[j] for j in used]
 
     def _joint(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> tuple[JointBasis, Tensor]:
-        """Return joint bases of the factored matrices of a leaf, and the rows as coefficients of their cores."""
+        """Return a joint basis of the stacks of a leaf, and each row as coefficients of the cores of this basis."""
         stacks: list[Tensor] = []
         indices = [
             [None if row is None else _index_or_append(stacks, self._piece(row, i)) for row in pair]
@@ -318,10 +337,12 @@ class AmbientSpace:
         return joint, combinations
 
     def _basis(self, i: int, stacks: list[Tensor]) -> tuple[JointBasis, list[int]]:
-        """Return joint orthonormal bases of several factored matrices of a leaf, and the indices of their cores.
+        """Return a joint orthonormal basis of several stacks of a leaf, and the index of the core of each stack.
 
-        The previous bases of the leaf are reused if they contain all matrices.
+        If the previous basis of the leaf contains all stacks, it is reused, because its decompositions are the main
+        cost.
         """
+        # `gram` and `combine` of one step use the same stacks, so the second call finds the basis of the first.
         known, joint = self._joints.get(i, ([], None))
         indices = [_index_of(known, stack) for stack in stacks]
         if joint is None or None in indices:
@@ -331,6 +352,7 @@ class AmbientSpace:
         return joint, [index for index in indices if index is not None]
 
     def _is_unchanged(self, i: int, start: Tensor, stacks: list[Tensor], weights: list[float]) -> bool:
+        # The base may have cancelled out of the combination, so its stack is added again for the comparison.
         all_stacks = [*stacks]
         start_index = _index_or_append(all_stacks, start)
         joint, cores = self._basis(i, all_stacks)

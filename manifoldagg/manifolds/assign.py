@@ -20,7 +20,7 @@ Assignment = Mapping[str, Any]
 
 
 def declared_manifolds(model: nn.Module) -> dict[str, Any]:
-    """Return the manifolds that the parameters of a module declare, by the name of the parameter."""
+    """Return the manifolds that the parameters of a module declare in their attribute `manifold`, by parameter name."""
     declared = {name: getattr(parameter, "manifold", None) for name, parameter in model.named_parameters()}
     return {name: manifold for name, manifold in declared.items() if manifold is not None}
 
@@ -51,6 +51,7 @@ def assign_manifolds(
     matched = set()
     for leaf in layout.leaves:
         names = [leaf.name, *(alias for alias, name in layout.aliases if name == leaf.name)]
+        # An exact name has precedence over every pattern, and an earlier pattern over a later one.
         patterns = [name for name in names if name in given]
         patterns += [p for p in given if p not in patterns and any(fnmatch.fnmatchcase(name, p) for name in names)]
         matched |= set(patterns)
@@ -66,7 +67,10 @@ def assign_manifolds(
 
 
 def _fit_space(leaf: Entry, space: Any, name: str) -> Manifold:
-    """Return the space of a whole leaf: `space`, or a power of `space` with copies along the leading axes."""
+    """Return the space of a whole leaf.
+
+    This is `space` itself, or a power of `space` if the leaf has further leading axes.
+    """
     if space is None:
         return Flat(leaf.size)
     if not isinstance(space, Manifold):
@@ -78,6 +82,7 @@ def _fit_space(leaf: Entry, space: Any, name: str) -> Manifold:
             meant = f"a Manifold such as Sphere({leaf.shape[-1] if leaf.shape else 1}), or one of geoopt"
             raise ArgumentError(f"manifolds: {name}: expected {meant}; got {given}")
         return from_geoopt(space, leaf.shape)
+    # The trailing axes of the leaf belong to the space. The remaining leading axes are axes of copies.
     copies = leaf.shape[: max(0, len(leaf.shape) - len(space.shape))]
     if copies + space.shape != leaf.shape:
         raise ArgumentError(

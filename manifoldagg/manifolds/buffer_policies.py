@@ -1,4 +1,8 @@
-"""Buffer policies, which determine how a server updates the tensors of a model that are not trained."""
+"""Buffer policies, which determine how a server updates the tensors of a model that are not trained.
+
+With the policy `"average"`, the server moves a buffer towards the value of the client. With `"latest"`, it replaces the
+buffer by this value. With `"leave"`, it does not change the buffer.
+"""
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,6 +71,7 @@ def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[s
         if named:  # otherwise hundreds of names without a pattern take a millisecond
             matches = (policy for pattern, policy in named.items() if fnmatch.fnmatchcase(entry.name, pattern))
             policy = named.get(entry.name) or next(matches, "average")
+        # Integers and float8 numbers cannot represent an average.
         if policy == "average" and not (entry.dtype.is_floating_point and entry.dtype.itemsize > 1):
             policy = "latest" if is_batch_counter(entry.name, entry.dtype) else "leave"
         chosen[entry.name] = policy

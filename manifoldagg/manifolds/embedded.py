@@ -15,6 +15,7 @@ class Embedded(Manifold):
 
     def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
         dims = tuple(range(-len(self.shape), 0))
+        # The sum over all coordinates is accumulated in float64 and rounded once.
         return (u.double() * v.double()).sum(dims).to(torch.promote_types(u.dtype, v.dtype))
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:

@@ -39,6 +39,7 @@ def pole_ladder(space: Manifold, x: Tensor, y: Tensor, u: Tensor, *, rungs: int 
     """Transport `u` from `x` to `y` by reflections at the midpoints of `rungs` segments of the geodesic."""
 
     def rung(start: Tensor, end: Tensor, v: Tensor) -> Tensor:
+        # The reflection in the midpoint maps exp_start(v) to exp_end of the transported vector, with the sign reversed.
         middle = geodesic(space, start, end, 0.5)
         return -space._log(end, space._exp(middle, -space._log(middle, space._exp(start, v))))
 
@@ -49,6 +50,7 @@ def schild_ladder(space: Manifold, x: Tensor, y: Tensor, u: Tensor, *, rungs: in
     """Transport `u` from `x` to `y` by geodesic parallelograms on `rungs` segments of the geodesic."""
 
     def rung(start: Tensor, end: Tensor, v: Tensor) -> Tensor:
+        # The diagonals of a geodesic parallelogram bisect each other, so `middle` is also halfway to the fourth corner.
         middle = geodesic(space, space._exp(start, v), end, 0.5)
         return space._log(end, space._exp(start, 2 * space._log(start, middle)))
 
@@ -61,6 +63,7 @@ Rung = Callable[[Tensor, Tensor, Tensor], Tensor]
 def _transport_by_ladder(rung: Rung, space: Manifold, x: Tensor, y: Tensor, u: Tensor, rungs: int) -> Tensor:
     start = x
     for i in range(1, rungs + 1):
+        # The last rung ends exactly at y, not at a rounded point of the geodesic.
         end = y if i == rungs else geodesic(space, x, y, i / rungs)
         u = rung(start, end, u)
         start = end

@@ -114,6 +114,7 @@ def from_geoopt(
         manifold = manifold.manifold
     if not isinstance(manifold, geoopt.Manifold):
         raise ArgumentError(f"manifold: expected a geoopt manifold or a tensor on one, got {short_repr(manifold)}")
+    # The properties of geoopt's own classes are tested here. A caller may declare them only for other classes.
     known = _is_known(manifold, has_claims=capabilities is not None or injectivity_radius is not None)
     if known and type(manifold) in PRODUCTS:
         leaves = zip(manifold.manifolds, manifold.shapes, strict=True)
@@ -127,6 +128,7 @@ def from_geoopt(
             raise ArgumentError(f"shape: expected the shape of a leaf for {snapshot}, got None")
         return GeooptManifold(snapshot, (-1,) * int(module.ndim))
     sizes = _check_sizes("shape", module, shape) or (1,)
+    # All axes of a Euclidean leaf belong to the manifold. For other manifolds, leading axes are axes of copies.
     own = 0 if type(module) is geoopt.Euclidean else len(sizes) - module.ndim
     space = snapshot.space(sizes[own:])
     return Power(space, sizes[:own]) if own else space
@@ -135,6 +137,9 @@ def from_geoopt(
 @dataclass(frozen=True, repr=False)
 class FrozenGeooptManifold:
     """An immutable copy of a geoopt manifold in float64, with its declared properties.
+
+    A space is a hashable value, but a geoopt manifold is a mutable module. The copy is therefore compared and hashed by
+    its class, numbers and tensors.
 
     Attributes:
         module: the copy.
@@ -150,6 +155,7 @@ class FrozenGeooptManifold:
     content: Hashable = field(init=False)
 
     def __post_init__(self) -> None:
+        # A later change of the original, such as a step of a learned curvature, must not change the space.
         module = copy.deepcopy(self.module).cpu().double().requires_grad_(False)
         object.__setattr__(self, "module", module)
         object.__setattr__(self, "content", _content_key(module))
@@ -170,8 +176,8 @@ class GeooptManifold(Manifold):
     """A space whose primitives call geoopt's methods, for points of fixed or arbitrary size.
 
     All primitives are computed in float64 and cast back. `random_point` calls geoopt with a seed from the generator.
-    `random_tangent` draws tangents that are standard normal in the metric. It calls proju and inner once for each
-    coordinate.
+    `random_tangent` draws tangents that are standard normal in the metric, for which it calls geoopt's proju and inner
+    once for each coordinate.
 
     Args:
         manifold: the geoopt manifold with its declared properties.
@@ -271,6 +277,7 @@ class GeooptManifold(Manifold):
             result: Tensor = getattr(self._sized_space(x), f"_{formula}")(x, *others)
             return result
         module = self.manifold.module
+        # geoopt's formulas use the curvature tensor of the module, so it must be on the device of the points.
         method = getattr(module if x.is_cpu else copy.deepcopy(module).to(x.device), METHODS[formula])
         parts = torch.broadcast_tensors(*(tensor.as_subclass(Tensor).double() for tensor in (x, *others)))
         # Without keepdim, `inner` of Stereographic returns another shape for a batch.
@@ -301,7 +308,7 @@ def is_geoopt(value: object) -> bool:
 
 
 def _is_known(manifold: Any, *, has_claims: bool) -> bool:
-    """Return whether the class is part of geoopt, so that its properties are known."""
+    """Return whether the class of a manifold is part of geoopt, so that its properties are known."""
     kind = type(manifold)
     for unsupported, reason in UNSUPPORTED.items():
         if kind is unsupported or (isinstance(manifold, unsupported) and not has_claims):
@@ -314,7 +321,10 @@ def _is_known(manifold: Any, *, has_claims: bool) -> bool:
 
 
 def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
-    """Return a frozen copy of a manifold of geoopt with its known properties, in one form for each geometry."""
+    """Return a frozen copy of a manifold of geoopt with its known properties.
+
+    Different classes of geoopt with the same geometry have the same frozen form.
+    """
     kind = type(manifold)
     if kind in BALLS:
         k = _curvature(manifold)
@@ -368,7 +378,7 @@ def _curvature(manifold: Any) -> Tensor:
 
 
 def _subsphere(projector: Tensor) -> FrozenGeooptManifold:
-    """Return the unit sphere in the range of a projector."""
+    """Return the unit sphere in the range of a projector, which is first corrected for rounding errors."""
     if projector.ndim != 2:
         raise ArgumentError(
             f"manifold: expected a Sphere in one subspace, got projectors of shape {tuple(projector.shape)}"
@@ -385,7 +395,7 @@ def _subsphere(projector: Tensor) -> FrozenGeooptManifold:
 
 
 def _check_sizes(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Check that points of the manifold, or copies of them, can have the given shape, and return it."""
+    """Check that points of the manifold, or arrays of such points, can have the given shape, and return the shape."""
     if not isinstance(shape, tuple | list) or not all(type(n) is int and n > 0 for n in shape):
         raise ArgumentError(f"{name}: expected a shape of positive integers, got {short_repr(shape)}")
     sizes = tuple(shape)
@@ -393,6 +403,7 @@ def _check_sizes(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int,
     ndim = manifold.ndim
     if len(sizes) < ndim:
         raise ArgumentError(f"{name}: expected a shape of at least {ndim} axes for {manifold}, got {sizes}")
+    # A tensor on the meta device has a shape and no values, so geoopt checks only the shape.
     fits, reason = manifold.check_point(torch.empty(sizes, device="meta"), explain=True)
     square = kind is not geoopt.SymmetricPositiveDefinite or sizes[-1] == sizes[-2]
     if not (fits and square and (kind is not geoopt.Lorentz or sizes[-1] > 1)):
@@ -404,6 +415,7 @@ def _content_key(value: Any) -> Hashable:
     """Return a hashable key that contains the classes, numbers and tensors of a value."""
     match value:
         case nn.Module():
+            # The attributes of `nn.Module` itself, such as hooks, do not describe the geometry.
             own = vars(value).keys() - vars(nn.Module()).keys() | {"_parameters", "_buffers", "_modules"}
             return type(value), _content_key({name: vars(value)[name] for name in own})
         case Tensor():

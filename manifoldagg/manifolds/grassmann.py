@@ -149,7 +149,10 @@ class Grassmann(Embedded):
 
 
 def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute cos √S and sin(√S)/√S for a symmetric S >= 0, the upper blocks of exp [[0, 1], [-S, 0]]."""
+    """Compute cos √S and sin(√S)/√S for a symmetric positive semi-definite matrix S.
+
+    They are the upper blocks of the exponential of [[0, 1], [-S, 0]], so their derivatives of all orders are correct.
+    """
     # Scaling both off-diagonal blocks to the norm √‖S‖ reduces the norm of the matrix and the cancellation.
     scale = s.detach().square().sum((-2, -1), keepdim=True).pow(0.25).clamp(min=1.0)
     zero = torch.zeros_like(s)
@@ -162,8 +165,8 @@ def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
 def _squared_angles(cosine: Tensor, angles: Tensor, basis: Tensor) -> Tensor:
     r"""Compute the matrix $S$ with $\cos\sqrt{S}$ = `cosine`, with correct first and second derivatives.
 
-    $S$ follows from the angles and eigenvectors of `cosine`. Two Newton steps make the derivatives correct without
-    changing the value.
+    The value of $S$ follows from the angles and eigenvectors of `cosine`, but eigenvectors have no derivatives if
+    angles are equal. Two Newton steps therefore add the derivatives, without changing the value.
     """
     mean = (angles.unsqueeze(-1) + angles.unsqueeze(-2)) / 2
     half = (angles.unsqueeze(-1) - angles.unsqueeze(-2)) / 2

@@ -155,9 +155,11 @@ class PoincareBall(Manifold):
     def _mobius_add(
         self, x: Tensor, u: Tensor, shorten: Callable[[Tensor], Tensor], rest: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Compute the Möbius sum of x and p.
+        """Compute the Möbius sum of `x` and a point p in the direction of the tangent `u`.
 
-        The point p is `shorten`(|v|²) · v with v = u / (1 - |x|²), so that |p| < 1. `rest`(|v|²) returns 1 - |p|².
+        `exp` and `retract` are such sums, which differ in the length of p. With v = u / (1 - |x|²), the point is p =
+        `shorten`(|v|²) · v, and its norm is below 1. The function `rest`(|v|²) returns 1 - |p|², because the difference
+        would cancel.
         """
         a = self._to_unit_ball(x)
         v = self._to_unit_ball(u)
@@ -312,7 +314,10 @@ def _minkowski(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _time_and_space(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the time coordinate, recomputed from the space coordinates, and the space coordinates, in float64."""
+    """Return the time coordinate and the space coordinates of a point, in float64.
+
+    The time coordinate is recomputed from the space coordinates, so the point is exactly on the hyperboloid.
+    """
     a = x[..., 1:].double()
     return (1 + dot(a, a)).sqrt(), a
 
@@ -329,7 +334,7 @@ def _point(a: Tensor) -> Tensor:
 
 
 def _from_origin(a0: Tensor, a: Tensor, v: Tensor) -> Tensor:
-    """Transport a tangent from the origin to a point. `v` are the space coordinates of the tangent."""
+    """Transport a tangent with the space coordinates `v` from the origin to a point."""
     av = dot(a, v)
     return torch.cat([av, torch.addcmul(v, av / (1 + a0), a)], -1)
 

@@ -144,7 +144,9 @@ class Layout:
     def of_state_dict(
         state: Mapping[str, Tensor], buffer_patterns: Sequence[str] = (), dtype: torch.dtype | None = None
     ) -> "Layout":
-        """Return the layout of a state dict. Floating tensors are leaves, except statistics and pattern matches.
+        """Return the layout of a state dict.
+
+        All floating tensors are leaves, except batch statistics and tensors whose names match one of `buffer_patterns`.
 
         Args:
             state: the state dict.
@@ -229,7 +231,10 @@ class Layout:
         check_memory(tensors, prefix)
 
     def _in_order(self, tensors: Mapping[str, Tensor], prefix: str) -> tuple[list[Tensor], bool]:
-        """Check tensors. Return them in the order of the entries, and whether all are on the CPU."""
+        """Check tensors, and return them in the order of the entries.
+
+        The second result is whether all tensors are on the CPU.
+        """
         names, shapes, dtypes = self._expected
         given = [*tensors.values()] if [*tensors] == names else [tensors[name] for name in names if name in tensors]
         # These comparisons of whole lists are much faster than `check_tensors`, which only runs to find the first
@@ -275,6 +280,7 @@ class Layout:
                 for leaf, place in zip(self.leaves, point.split(self.sizes), strict=True):
                     place.copy_(tensors[leaf.name].detach().reshape(-1))
             points.append(point)
+        # One check of the points is fast. The slower check of all leaves only runs to name the invalid leaf.
         if not is_finite(*points):
             self.check_values(models)
         return points
@@ -303,12 +309,13 @@ class Layout:
     ) -> TensorList:
         """Check a model, and return its leaves with the attributes that the kernels read.
 
-        `device` is the device of the result. `None` selects the device of the first leaf.
+        `device` is the device of the result. With `None`, it is the device of the first leaf.
         """
         entries = [tensors[name] for name in self._expected[0] if name in tensors]
         every = TensorList(entries)
         form = every.form
         if form and device in (None, CPU) and not self.aliases and len(entries) == len(tensors):
+            # Equal forms mean equal shapes and dtypes, so one comparison of bytes replaces the checks of all tensors.
             if form != self.__dict__.get("_form"):
                 if not is_reference:
                     self._in_order(tensors, prefix)
@@ -340,7 +347,7 @@ class Layout:
         return row
 
     def check_values(self, models: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Check that the leaves of models are finite. Error messages start with the keys of `models`.
+        """Check that the leaves of several models are finite. The keys of `models` are the starts of error messages.
 
         Raises:
             StateDictError: if a leaf is not finite. The message contains its name.
@@ -482,12 +489,14 @@ def signature_of(state: Mapping[str, Tensor], prefix: str = "") -> ModelSignatur
     tensors = tensors_of(state, prefix)
     values = tensors.values()
     addresses = [*map(Tensor.data_ptr, values)]
+    # Distinct addresses prove that no tensors are tied.
     tied = () if len(set(addresses)) == len(addresses) else _find_tied(tensors)
     return ModelSignature(tuple(tensors), tuple(map(_shape, values)), tuple(map(_dtype, values)), tied)
 
 
 def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
     """Return a pair (name, first name) for each floating tensor that shares the memory of an earlier tensor."""
+    # Tensors are tied if they agree in address, dtype, shape and strides. Other views of the same storage are not.
     first: dict[tuple[object, ...], str] = {}
     tied = []
     for name, tensor in tensors.items():
@@ -503,7 +512,7 @@ def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
 def layout_of(
     signature: ModelSignature, buffer_patterns: tuple[str, ...] = (), dtype: torch.dtype | None = None
 ) -> Layout:
-    """Return the layout of all state dicts with the given signature. See `Layout.of_state_dict`."""
+    """Return the layout of all state dicts with the given signature, as `Layout.of_state_dict` does."""
     names, shapes, dtypes, tied = signature
     entries = [Entry(name, tuple(shape), kind) for name, shape, kind in zip(names, shapes, dtypes, strict=True)]
     owners: dict[str, str | None] = {}
@@ -531,6 +540,7 @@ def _classify_entries(entries: Sequence[Entry], owners: Mapping[str, str | None]
         else:
             aliases.append((entry.name, owner))
     if dtype is None:
+        # float32 represents every value of bf16 and fp16 exactly.
         dtype = torch.float64 if any(leaf.dtype is torch.float64 for leaf in leaves) else torch.float32
     return Layout(tuple(leaves), tuple(buffers), tuple(aliases), dtype)
 

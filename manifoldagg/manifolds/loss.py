@@ -20,8 +20,8 @@ Loss = Callable[[Tensor, Any], Tensor]
 class ModelLoss:
     r"""The loss function $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$ of a module.
 
-    The forward pass uses the code and the mode of the module, but never modifies the module. It writes batch statistics
-    to `replacements` instead.
+    $f_\theta$ is the module with the parameters $\theta$. The forward pass runs the code of the module in its current
+    mode, but never modifies the module. Batch statistics are written to `replacements` instead.
 
     Args:
         layout: the layout of the module.
@@ -51,6 +51,7 @@ class ModelLoss:
 
     def output(self, theta: Tensor, *args: Any, **options: Any) -> Any:
         r"""Compute $f_\theta$ for the given inputs of the module."""
+        # `functional_call` exchanges the tensors during the call, so the derivatives reach `theta` through its views.
         return torch.func.functional_call(self.model, self.layout.views(theta) | self.replacements, args, options)
 
     @property
@@ -60,12 +61,12 @@ class ModelLoss:
         return {entry.name: self.replacement_of(tensors[entry.name]).detach().clone() for entry in self.layout.buffers}
 
     def replacement_of(self, tensor: Tensor) -> Tensor:
-        """Return the tensor that replaces a buffer or a frozen parameter, or `tensor` itself if there is none."""
+        """Return the tensor that replaces a buffer or a frozen parameter. Other tensors are returned unchanged."""
         name = self._names().get(id(tensor))
         return tensor if name is None else self.replacements.get(name, tensor)
 
     def with_buffers(self, buffers: Mapping[str, Tensor] | None = None) -> "ModelLoss":
-        """Return the same loss with separate buffers. Training with one loss then does not affect the other loss.
+        """Return the same loss with buffers of its own, so that training with one loss does not affect the other.
 
         Args:
             buffers: the initial buffers, as from `ParameterSpace.buffers`. They are not modified. The default is the

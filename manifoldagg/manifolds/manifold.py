@@ -100,6 +100,7 @@ class Manifold(abc.ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        # Overriding the public method alone would bypass the checks, and code that calls the formula would not see it.
         for name in CHECKED_METHODS:
             if name in vars(cls) and f"_{name}" not in vars(cls):
                 raise ArgumentError(
@@ -181,7 +182,11 @@ class Manifold(abc.ABC):
         return self._gradient(x, derivative)
 
     def invariant(self, x: Point) -> Tensor:
-        """Return a tensor that is equal for all representatives of a point. The default is `x` itself."""
+        """Return a tensor that is equal for all representatives of a point, by default `x` itself.
+
+        For example, all orthonormal bases of a subspace represent the same point of the Grassmann manifold. Its
+        invariant is the projector onto the subspace.
+        """
         self._check({}, vectors={"x": x})
         return self._invariant(x)
 
@@ -234,7 +239,10 @@ class Manifold(abc.ABC):
         return x
 
     def _missing(self, formula: str, *arguments: Any) -> Tensor:
-        """Handle a formula that the class does not implement. Composite spaces delegate it to their components."""
+        """Compute a formula that the class does not implement.
+
+        The default raises an error. Composite spaces delegate the formula to their components.
+        """
         raise self._not_implemented(formula)
 
     def _check(

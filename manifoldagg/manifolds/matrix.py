@@ -13,8 +13,8 @@ __all__ = ["differentiable_log", "eye", "matrix_exp", "orthogonal_part", "polar"
 def matrix_exp(a: Tensor) -> Tensor:
     """Compute the matrix exponential $e^A$ (*batch, n, n), accurate to rounding.
 
-    `torch.matrix_exp` in float64 has an error of 1e-11 for a single matrix with a norm near 0.05 (torch 2.13), but is
-    accurate for two or more matrices. A zero matrix is therefore added to a single matrix.
+    For a single matrix with a norm near 0.05, `torch.matrix_exp` has an error of 1e-11 in float64 (torch 2.13). For two
+    or more matrices, it is accurate. A single matrix is therefore computed together with a zero matrix.
     """
     if a.shape[:-2].numel() > 1:
         return torch.matrix_exp(a)
@@ -25,9 +25,10 @@ def matrix_exp(a: Tensor) -> Tensor:
 def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
     r"""Add correct first and second derivatives to a known value of $\log M$, by implicit differentiation.
 
-    At the solution of $e^X = M$, the Newton step $X + \mathrm{solve}(M - e^X)$ does not change the value. The first
-    step makes first derivatives correct, and the second step makes second derivatives correct. There is no division by
-    a difference of eigenvalues. Without autograd, the function returns `value`.
+    $X = \log M$ solves $e^X = M$, so the Newton step $X + \mathrm{solve}(M - e^X)$ does not change the value. The first
+    step makes the first derivatives correct, and the second step makes the second derivatives correct. Unlike the
+    derivatives of an eigendecomposition, no step divides by a difference of eigenvalues. Without autograd, the function
+    returns `value`.
 
     Args:
         value: $\log M$ (*batch, n, n), without derivatives.
@@ -44,9 +45,11 @@ def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], 
 def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the polar factor of z, the nearest matrix with orthonormal columns.
 
-    Let z = q h with a symmetric h. A change e of z changes q by q Ω + (1 - q qᵀ) e h⁻¹. The skew matrix Ω solves Ω h +
-    h Ω = qᵀ e - eᵀ q. Applied to the residual z - q h, which is 0, this change is a Newton step. Two Newton steps make
-    the first and second derivatives correct.
+    An SVD gives the value, but its derivatives divide by differences of singular values. The derivatives are therefore
+    computed by two Newton steps. Let z = q h with a symmetric h. A change e of z changes q by q Ω + (1 - q qᵀ) e h⁻¹,
+    where the skew matrix Ω solves Ω h + h Ω = qᵀ e - eᵀ q. Each Newton step applies this change with the residual of z
+    = q h as e. The residual is 0, so only the derivatives change: the first step corrects first derivatives, and the
+    second step corrects second derivatives.
 
     Args:
         z: matrices (*batch, n, p).
@@ -83,7 +86,7 @@ def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def orthogonal_part(x: Tensor, u: Tensor) -> Tensor:
-    """Compute the part of `u` that is orthogonal to the columns of `x`, in two passes for accuracy."""
+    """Compute the part of `u` that is orthogonal to the orthonormal columns of `x`, in two passes for accuracy."""
     once = u - x @ (x.mT @ u)
     return once - x @ (x.mT @ once)
 

@@ -20,7 +20,7 @@ __all__ = ["KarcherMean", "RunningMean", "karcher_mean", "mean_in_span"]
 
 @dataclass(frozen=True)
 class KarcherMean:
-    r"""A Karcher mean with a certificate of its accuracy.
+    r"""A Karcher mean of points $x_i$ with weights $w_i$, and a certificate of its accuracy.
 
     Attributes:
         point: the mean $m$ (*batch, *shape).
@@ -140,7 +140,10 @@ def karcher_mean(
 def mean_in_span(
     space: Manifold, span: Span, weights: Float[Tensor, " k"], *, tolerance: float, max_steps: int
 ) -> KarcherMean:
-    """Compute the Karcher mean of points as a linear combination of these points. The weights must sum to 1."""
+    """Compute the Karcher mean of points as a linear combination of these points.
+
+    Each step of the iteration changes k coefficients instead of P coordinates. The weights must sum to 1.
+    """
     w = weights.detach().cpu()
     corners = span.point_coefficients
     mean = KarcherMean(corners[0], w.new_zeros(()), 1, True)
@@ -151,7 +154,11 @@ def mean_in_span(
 
 
 def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: float) -> KarcherMean:
-    """Compute weighted means of matrices of a given rank, and the tangent components of the errors."""
+    """Compute weighted means on a space with flat and low-rank leaves.
+
+    A mean is the point nearest to the weighted sum, so it needs no iteration. The residual is the tangent component of
+    the difference between the sum and the mean.
+    """
     if needs_autograd_path([points, weights]):
         raise ArgumentError("points: expected tensors without gradients for a mean of low-rank leaves, got a gradient")
     means = []
@@ -177,9 +184,10 @@ def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: f
 class RunningMean:
     r"""A streaming mean that does not store the points.
 
-    The update is $m \leftarrow \exp_m(\tfrac{w}{W + w} \log_m x)$, where $W$ is the total weight so far. On a flat
-    space, the result is the weighted arithmetic mean. On a curved space, the result depends on the order of the points.
-    It differs from the Karcher mean by a term of third order in the distances of the points.
+    A new point $x$ with the weight $w$ updates the mean $m$ by $m \leftarrow \exp_m(\tfrac{w}{W + w} \log_m x)$, where
+    $W$ is the total weight so far. On a flat space, the result is the weighted arithmetic mean. On a curved space, the
+    result depends on the order of the points. It differs from the Karcher mean by a term of third order in the
+    distances of the points.
 
     Attributes:
         space: a space with exp and log.
@@ -217,6 +225,7 @@ class RunningMean:
         """
         self.space._check({"point": self.point, "x": check_shape("x", x, *self.point.shape)})
         total = self.weight + check_number("weight", weight, at_least=0)
+        # With the weights 0 and 0, the quotient below would be NaN.
         if weight == 0:
             return self
         return RunningMean(self.space, formulas.geodesic(self.space, self.point, x, weight / total), total)
@@ -234,6 +243,7 @@ def _normalise_weights(weights: Tensor | None, shape: torch.Size, like: Tensor) 
         raise ArgumentError(
             f"weights: expected shape {tuple(shape)} or ({shape[-1]},), got {tuple(weights.shape)}"
         ) from None
+    # The comparisons reject NaN, which is neither finite nor >= 0.
     total = w.sum(-1, keepdim=True)
     if not bool((torch.isfinite(w) & (w >= 0)).all() and (total > 0).all()):
         raise ArgumentError(

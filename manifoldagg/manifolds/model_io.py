@@ -83,7 +83,7 @@ def _tensor_over(name: str, array: Any, writable: bool) -> Tensor:
 def open_for_write(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Check that the tensors of a model are writable, and return them.
 
-    The function does not check whether the tensors share memory.
+    The function does not check whether the tensors share memory. `check_no_overlap` does this.
 
     Raises:
         ArgumentError: if the tensors do not match the layout or the devices of `current`, or are not writable.
@@ -119,6 +119,7 @@ def check_no_overlap(layout: Layout, target: Mapping[str, Tensor], models: Model
         ArgumentError: if they share memory.
     """
     names = [entry.name for entry in (*layout.leaves, *layout.buffers)]
+    # Tied names may share memory. If they do not, both are written and must be checked.
     names += [alias for alias, name in layout.aliases if target[alias].data_ptr() != target[name].data_ptr()]
     written = TensorList([target[name] for name in names])
     read = [TensorList([model[name] for name in names]) for model in models.values()]
@@ -127,7 +128,7 @@ def check_no_overlap(layout: Layout, target: Mapping[str, Tensor], models: Model
 
 
 def writable_leaves(layout: Layout, target: Mapping[str, Tensor]) -> TensorList:
-    """Return the leaves of a model. If the kernels cannot write to the leaves, return temporary tensors."""
+    """Return the leaves of a model, or temporary tensors if the kernels cannot write to the leaves."""
     row = TensorList([target[leaf.name] for leaf in layout.leaves])
     if row.is_contiguous and len(row.devices) == 1 and all(dtype.itemsize > 1 for dtype in row.dtypes):
         return row
@@ -135,7 +136,7 @@ def writable_leaves(layout: Layout, target: Mapping[str, Tensor]) -> TensorList:
 
 
 def copy_into(target: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    """Copy the tensors that were not written in place."""
+    """Copy the tensors of `new` that were not written in place to the tensors of `target`."""
     names = [name for name, tensor in target.items() if new[name] is not tensor]
     if names:  # one call for hundreds of tensors takes half the time
         torch._foreach_copy_([target[name] for name in names], [new[name] for name in names])

@@ -23,7 +23,10 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 class _RiemannianOptimizer(torch.optim.Optimizer):
-    """Base class of Riemannian optimisers. A step follows `_direction` by `exp`, and then transports the momentum."""
+    """Base class of Riemannian optimisers, whose subclasses implement the direction of a step.
+
+    A step moves a point in this direction by `exp` or `retract`, and then transports the momentum to the new point.
+    """
 
     def __init__(self, params: Iterable[Any], space: Manifold, retract: bool, defaults: dict[str, Any]) -> None:
         check_is_manifold(space)
@@ -62,6 +65,7 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
             return
         step = self.space._retract if self.retract else self.space._exp
         y = step(x, -rate * direction)
+        # Rounding errors of thousands of steps would otherwise move the point off the manifold.
         if "project" in self.space.capabilities:
             y = self.space._project(y)
         if momentum is not None:
@@ -269,6 +273,7 @@ def lower(space: Manifold, x: Point, gradient: Tangent) -> Tensor:
         >>> lower(PoincareBall(2), torch.zeros(2), torch.tensor([1.0, 0.0]))
         tensor([4., 0.])
     """
+    # The inner product is linear in v, so its derivative at v = 0 is the coordinate form of the gradient.
     with torch.enable_grad():
         v = torch.zeros_like(gradient, requires_grad=True)
         (e,) = torch.autograd.grad(space._inner(x.detach(), gradient.detach(), v).sum(), v)
@@ -312,6 +317,7 @@ def optimizer_on(space: Manifold, optimizer: Optimizer) -> Optimizer:
     if equivalent is None:
         expected = f"SGD or Adam of torch.optim, RiemannianSGD or RiemannianAdam on {short_repr(space)}"
         raise ArgumentError(f"optimizer: expected {expected}; got {name}")
+    # Options such as weight decay have no counterpart on a curved space, and must not be ignored silently.
     unknown = sorted(options.keys() - inspect.signature(equivalent).parameters.keys())
     if unknown or (bound and args):
         given = ", ".join(unknown) or f"positional arguments {short_repr(args)}"

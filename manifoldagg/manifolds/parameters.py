@@ -213,7 +213,9 @@ class ParameterSpace(Delegate):
 
     @staticmethod
     def of_spec(spec: Mapping[str, Any]) -> "ParameterSpace":
-        """Return the space that a spec describes. It equals the original space. The module is not needed.
+        """Return the space that a spec describes, without the module.
+
+        The result equals the space whose method `spec` wrote the description.
 
         Args:
             spec: a result of [`spec`][manifoldagg.manifolds.ParameterSpace.spec], possibly from another machine.
@@ -255,6 +257,7 @@ class ParameterSpace(Delegate):
     @cached_property
     def base_space(self) -> Manifold:
         """The geometry of the space: flat, or a product of curved leaves and flat segments."""
+        # Consecutive flat leaves are merged to one factor, because each factor costs separate operations.
         curved = dict(self.manifolds)
         factors = dict[str, Manifold]()
         run = 0
@@ -274,7 +277,10 @@ class ParameterSpace(Delegate):
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
-        """The entries of a state dict by name. In other state dicts, factors of adapters can have other ranks."""
+        """The entries of a state dict by name.
+
+        State dicts of clients may contain factors of adapters with other ranks.
+        """
         return self.layout.entries if self.adapters is None else self.adapters.entries(self.layout.entries)
 
     @cached_property
@@ -307,7 +313,9 @@ class ParameterSpace(Delegate):
         return any(leaf.dtype.itemsize < self.dtype.itemsize for leaf in self.layout.leaves)
 
     def check_receivable(self, point: Float[Tensor, " P"]) -> None:
-        """Check that a point remains finite and on its manifolds after it is rounded to the dtypes of the leaves.
+        """Check that clients can receive a point, which is rounded to the dtypes of the leaves.
+
+        The rounded point must be finite and on its manifolds.
 
         Raises:
             StateDictError: if the dtype of a leaf overflows. The message contains its name.
@@ -412,7 +420,10 @@ class ParameterSpace(Delegate):
         return Layout.of_state_dict(state, [glob.escape(entry.name) for entry in self.layout.buffers])
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Replace the stacked factors of each adapter by the norm of the matrix that they represent."""
+        """Replace the stacked factors of each adapter by the norm of the matrix that they represent.
+
+        Different factors can represent the same matrix. The norm does not depend on this choice.
+        """
         return stacked if self.adapters is None else self.adapters.gauge_free_norms(stacked)
 
     def state_dict(self, point: Float[Tensor, " P"], buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -435,7 +446,9 @@ class ParameterSpace(Delegate):
         return self._state_dict(point, buffers or {})
 
     def views(self, point: Float[Tensor, " P"]) -> dict[str, Tensor]:
-        """Return the parameters at a finite point. Leaves in the dtype of the point are views, except adapters.
+        """Return the parameters at a finite point by name.
+
+        A leaf in the dtype of the point is a view of it, unless it is an adapter.
 
         Raises:
             StateDictError: if the dtype of a leaf overflows.
@@ -454,6 +467,7 @@ class ParameterSpace(Delegate):
         check_finite("point", check_shape("point", point, *self.shape))
         tensors = tensors_of(model)
         self.layout.check(self.stack_factors(tensors))
+        # All checks precede the first copy, so that an error leaves the model unchanged.
         new = self.views(point)
         for name, x in new.items():
             if x.shape != tensors[name].shape:
@@ -506,6 +520,7 @@ class ParameterSpace(Delegate):
         for label, tensors in models.items():
             for name, space in self.manifolds if validate else ():
                 leaf = tensors[name].detach()
+                # A bf16 leaf is on its manifold only up to the rounding of bf16.
                 rounding = torch.finfo(leaf.dtype).eps ** 0.5
                 check_point(space, leaf.to(self.dtype), name=f"{label}{name}", tolerance=rounding)
         return points
@@ -526,6 +541,7 @@ class ParameterSpace(Delegate):
             leaf = views[name]
             check_point(space, leaf.to(point.dtype), name=name, tolerance=torch.finfo(leaf.dtype).eps ** 0.5)
         for name, view in views.items():
+            # A finite float32 value can overflow in fp16.
             if view.dtype.itemsize < point.dtype.itemsize and not is_finite(view):
                 raise StateDictError(f"{name}: expected values in the range of {view.dtype}, got an overflow")
         return views

@@ -49,6 +49,7 @@ def personal_names(layout: Layout, patterns: Any) -> tuple[str, ...]:
         if not any(name == pattern or fnmatch.fnmatchcase(name, pattern) for name in names):
             raise ArgumentError(f"personal: {short_repr(pattern)} matches no entry of the model")
     found = [name for name in names if name in patterns or matches_any(name, patterns)]
+    # A tied parameter is one tensor, which cannot be shared and personal at the same time.
     for alias, name in layout.aliases:
         if (alias in found) != (name in found):
             raise ArgumentError(

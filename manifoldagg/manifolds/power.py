@@ -17,7 +17,8 @@ __all__ = ["Power", "factor_parts"]
 class Power(Delegate):
     r"""The power $M^k$: $k = k_1 \cdots k_m$ copies of one space, with the product metric.
 
-    A point has the shape (*batch, *copies, *space.shape). The copies are batch axes for the primitives of the space.
+    A point has the shape (*batch, *copies, *space.shape), so the copies are batch axes for the primitives of the space.
+    Inner products are summed over the copies, and the injectivity radius is the smallest radius of a copy:
 
     $$\langle u, v\rangle_x = \sum_i \langle u_i, v_i\rangle_{x_i}, \qquad
       \operatorname{inj}(x) = \min_i \operatorname{inj}(x_i).$$
@@ -62,6 +63,7 @@ class Power(Delegate):
         return (*self.copies, *self.space.shape)
 
     def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:
+        # Thousands of copies are summed in float64, and the sum is rounded once.
         return self.space._inner(x.double(), u.double(), v.double()).sum(self._axes).to(u.dtype)
 
     def _injectivity_radius(self, x: Point) -> Scalar:
@@ -71,6 +73,7 @@ class Power(Delegate):
         return self.space._random_point((*batch, *self.copies), generator, dtype)
 
     def leaves(self, x: Tensor) -> tuple[Leaf, ...]:
+        # The leaves of the space belong to one copy. A power is a leaf of its own.
         return Manifold.leaves(self, x)
 
     @property
@@ -79,7 +82,9 @@ class Power(Delegate):
 
 
 def factor_parts(space: Manifold, *tensors: Tensor) -> list[tuple[Leaf, list[Tensor]]]:
-    """Return each leaf with its part of each tensor (*batch, *shape). The copies of a power become batch axes.
+    """Return each leaf of a space, and the part of each tensor (*batch, *shape) that belongs to the leaf.
+
+    The copies of a power become batch axes.
 
     Example:
         >>> import torch

@@ -22,7 +22,8 @@ class Product(Composite):
     r"""The product $M_1 \times \dots \times M_k$ of named factors, with the product metric.
 
     A point is one tensor (*batch, P), the concatenation of the flattened points of the factors. Every primitive acts on
-    views of the factors. The inner product is summed in float64.
+    views of the factors. Inner products are summed over the factors in float64, and the injectivity radius is the
+    smallest radius of a factor:
 
     $$\langle u, v \rangle_x = \sum_i \langle u_i, v_i \rangle_{x_i}, \qquad
       \operatorname{inj}(x) = \min_i \operatorname{inj}(x_i).$$
@@ -132,11 +133,12 @@ class Product(Composite):
 
     def _join(self, parts: Sequence[Tensor]) -> Tensor:
         pairs = list(zip(self.spaces, parts, strict=True))
+        # Factors may have fewer batch axes than others, for example a constant point.
         batch = torch.broadcast_shapes(*(part.shape[: part.ndim - len(space.shape)] for space, part in pairs))
         return torch.cat([part.expand(*batch, *space.shape).flatten(len(batch)) for space, part in pairs], -1)
 
     def _map_leaves(self, formula: str, *tensors: Tensor) -> list[Tensor]:
-        """Apply the formula of each factor to the parts of the tensors that belong to the factor."""
+        """Apply a formula of each factor to the parts of the tensors that belong to this factor."""
         parts = zip(*map(self._split, tensors), strict=True)
         return [getattr(space, formula)(*own) for space, own in zip(self.spaces, parts, strict=True)]
 

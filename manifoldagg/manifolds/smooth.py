@@ -1,4 +1,8 @@
-"""Functions of squared lengths that are smooth at 0, where functions of the length are not differentiable."""
+r"""Functions of squared lengths that are smooth at 0, such as $\cos\sqrt{s}$ for the square $s$ of a length.
+
+The length itself has no derivative at 0, so autograd would return NaN there. Near 0, the functions therefore use a
+power series in $s$.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -38,7 +42,7 @@ def angle_per_sine(s: Tensor, cosine: Tensor) -> Tensor:
 
 
 def series_or(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Compute a function of $\sqrt{s}$: near 0 by a truncated series in $s$, and by `function` elsewhere."""
+    r"""Compute a function of $\sqrt{s}$ by a truncated series in $s$ near 0, and by `function` elsewhere."""
     return _series_or(s, series, function, s >= 0)
 
 

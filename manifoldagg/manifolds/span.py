@@ -1,4 +1,7 @@
-"""Karcher means on spheres and flat leaves, computed from coefficients with respect to the points."""
+"""Karcher means on spheres and flat leaves, computed as linear combinations of the points.
+
+A step of the iteration changes k coefficients instead of P coordinates, so the points are read only twice.
+"""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +36,7 @@ class Span:
         origin: the index $h$.
         lengths: the lengths of the segments. Each sphere and each run of flat entries is a segment.
         tolerances: the allowed deviation of a norm from 1 for each segment; NaN for a flat segment.
-        sphere_grams: the Gram matrices (S', k, k) of the spherical segments. Row and column 0 belong to $p_h$, and the
+        sphere_grams: the Gram matrices (R, k, k) of the R spherical segments. Row and column 0 belong to $p_h$, and the
             others are in the order of the points.
     """
 
@@ -53,7 +56,8 @@ class Span:
         - A sphere has fewer coordinates than the number of points.
         - A norm is not finite, or far from 1.
         - Two points of a sphere have an angle of more than $\pi/2$. The coefficients $c$ of a mean of almost antipodal
-          points are unbounded, and the rounding error of their squares is $c^2 \epsilon$.
+          points are unbounded, and the rounding error of their squares is $c^2 \epsilon$, where $\epsilon$ is the
+          machine epsilon.
         """
         lengths: list[int] = []
         tolerances: list[float] = []
@@ -136,14 +140,16 @@ class Span:
         """The coefficients of the points on each sphere."""
         k = len(self.rows)
         corners = torch.eye(k, dtype=torch.float64, device="cpu")
+        # Every point is the origin plus its own difference. The first row is the origin itself.
         corners[:, 0] = 1.0
         return corners.unsqueeze(1).expand(k, len(self.sphere_grams), k)
 
     def point(self, weights: Float64[Tensor, " k"], spherical: Float64[Tensor, "R k"]) -> Float[Tensor, " P"]:
-        """Return a point, given the weights of the points on flat leaves and its coefficients on spheres."""
+        """Return the point with given `weights` of the points on flat leaves, and given coefficients on spheres."""
         if self.is_flat:
             # The points themselves are combined, because differences of large points could overflow.
             return combine(None, self.rows, weights)
+        # On a flat leaf, p_h + Σ w_j (p_j - p_h) is the weighted mean, because the weights sum to 1.
         coefficients = weights[self.order].expand(len(self.lengths), -1).clone()
         coefficients[:, 0] = 1.0
         coefficients[~self.tolerances.isnan()] = spherical
@@ -154,8 +160,9 @@ class Span:
 class SpheresInSpan(Manifold):
     r"""The product of R unit spheres, in coordinates with respect to k vectors of each sphere.
 
-    A point (R, k) contains the coefficients of these vectors, and the inner product is
-    $\langle a, b \rangle = a^\top B\, b$. All formulas are the same as in [`Sphere`][manifoldagg.manifolds.Sphere].
+    A point (R, k) contains the coefficients of these vectors. With the Gram matrix $B$ of the vectors, the inner
+    product is $\langle a, b \rangle = a^\top B\, b$. All formulas are the same as in
+    [`Sphere`][manifoldagg.manifolds.Sphere].
 
     Args:
         products: the Gram matrices B of the vectors, (R, k, k).

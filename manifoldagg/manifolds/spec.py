@@ -80,6 +80,7 @@ def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...], Adap
     """
     if not isinstance(spec, Mapping):
         raise ArgumentError(f"spec: expected a result of `spec()` of a server or a space, got {type(spec).__name__}")
+    # `True` equals 1 in Python, so the exact type is checked.
     if type(spec.get("format")) is not int or spec["format"] != FORMAT_VERSION:
         raise ArgumentError(
             f"spec: expected format {FORMAT_VERSION}, got {short_repr(spec.get('format'))}, which another version wrote"
@@ -109,6 +110,7 @@ def layout_digest(layout: Layout, adapters: Adapters | None = None) -> str:
         >>> len(layout_digest(Layout((Entry("w", (3,), torch.float32),))))
         32
     """
+    # Sorted keys and fixed separators make the text, and so the digest, equal on all machines.
     text = json.dumps(spec_of(layout, adapters=adapters), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -177,6 +179,7 @@ def _read_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         ((name, arguments),) = value.items()
         return SPACES_BY_NAME[name](**{field: _read_value(part) for field, part in arguments.items()})
+    # A spec may come from another machine, so it must not cause an overflow.
     if type(value) is int and abs(value) >= MAX_INTEGER:
         raise ValueError("an integer of 2^62 or more")
     return tuple(_read_value(part) for part in value) if isinstance(value, list) else value

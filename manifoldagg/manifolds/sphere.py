@@ -58,6 +58,7 @@ class Sphere(Embedded):
     def _exp(self, x: Point, u: Tangent) -> Point:
         a = x.double()
         v = u.double()
+        # Functions of the squared length are smooth at u = 0.
         square = dot(v, v)
         return (cos_of_square(square) * a + sinc_of_square(square) * v).to(x.dtype)
 
@@ -93,6 +94,7 @@ class Sphere(Embedded):
     def _inverse_retract(self, x: Point, y: Point) -> Tangent:
         a = x.double()
         b = y.double()
+        # The difference of nearby points is accurate, and has the same orthogonal part as y.
         return (_orthogonal_part(a, b - a) / dot(a, b)).to(x.dtype)
 
     def _injectivity_radius(self, x: Point) -> Scalar:

@@ -1,4 +1,7 @@
-"""The Stiefel manifold with the Frobenius metric: exp in closed form, and log by Newton's method."""
+"""The Stiefel manifold of matrices with orthonormal columns, with the Frobenius metric.
+
+exp has a closed form, and log is computed by Newton's method.
+"""
 
 import math
 from dataclasses import dataclass
@@ -210,7 +213,10 @@ def _exponential(x: Tensor, u: Tensor) -> Tensor:
 
 
 class _Linearisation(NamedTuple):
-    """The derivative of (A, R) ↦ e^W [I; 0] e^-A with W = [2A, -Rᵀ; R, 0] at given A and R."""
+    """The derivative of the left-hand side of the equation of the log at given A and R.
+
+    The left-hand side is the map (A, R) ↦ e^W [I; 0] e^-A with the exponent W = [2A, -Rᵀ; R, 0].
+    """
 
     exp_w: Tensor  # e^W
     exp_a: Tensor  # e^A
@@ -280,7 +286,8 @@ def _iterate(z: Tensor, target: Tensor, steps: int) -> Tensor:
 def _initial_logs(target: Tensor) -> Tensor:
     """Compute starting values (starts, *batch, p + m, p) of the Newton iteration.
 
-    The starting values are logs of rotations whose first columns are `target`. Two guesses determine the other columns.
+    Any rotation whose first columns are `target` gives a starting value: the first columns of its log. The other
+    columns of the rotation are unknown, so two guesses for them give two starting values.
     """
     k, p = target.shape[-2:]
     top = target[..., :p, :]
@@ -338,9 +345,9 @@ def _linearise(z: Tensor) -> _Linearisation:
 
 
 def _left_derivative(angles: Tensor, frame: Tensor, p: int) -> Tensor:
-    """Compute e^-X d(e^X) for X = V diag(iμ) V* in each coordinate direction.
+    """Compute the first p columns of e^-X d(e^X) for X = V diag(iμ) V* in each of the d coordinate directions.
 
-    The result contains the first p columns, (*batch, d, k, p).
+    The result has the shape (*batch, d, k, p). `angles` are μ, and `frame` is V.
     """
     k = frame.shape[-1]
     rows, columns = torch.tril_indices(k, p, -1, device=frame.device)
@@ -367,7 +374,7 @@ def _exponent(z: Tensor) -> Tensor:
 
 
 def _coordinates(t: Tensor) -> Tensor:
-    """Return the d independent entries of [A; R] (*batch, k, p). The symmetric part of A is ignored."""
+    """Return the d independent entries of [A; R] (*batch, k, p), which ignore the symmetric part of A."""
     k, p = t.shape[-2:]
     rows, columns = torch.tril_indices(k, p, -1, device=t.device)
     return torch.cat([skew(t[..., :p, :]), t[..., p:, :]], -2)[..., rows, columns]

@@ -20,11 +20,11 @@ class TangentSpace(AmbientSpace):
     """The tangent space at one point $X$, with the interface of `AmbientSpace`.
 
     At each low-rank leaf, inner products and linear combinations use the projection $P_X Z$ of a row $Z$ to tangents.
-    For a difference of points, this projection is `inverse_retract`. A new point is computed by `retract` instead of
+    For a difference of points, this projection is `inverse_retract`. A new point is computed by `retract` instead of a
     truncation. A stored row is the tangent as a matrix, which can later be projected to the tangents at another point.
 
-    If the matrix of a leaf has a lower rank than its factors, the leaf has no tangent space and is treated as in
-    `AmbientSpace`. The entry `ambient` of `diagnostics` is the number of such leaves.
+    If the matrix of a leaf has a lower rank than its factors, the leaf has no tangent space. It is then treated as in
+    `AmbientSpace`, and the entry `ambient` of `diagnostics` counts such leaves.
 
     Attributes:
         base_point: the point $X$.
@@ -115,12 +115,13 @@ class TangentSpace(AmbientSpace):
     def _tangents(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
         space = copied_space(self.leaves[i].space)
         x = self._base_leaf(i)
+        # Rows often share a subtrahend, whose tangent is computed once.
         cache: dict[int | None, Tensor] = {}
 
         def tangent(row: Row | None) -> Tensor:
-            """Compute the tangent that points from X to a row. `None` stands for 0.
+            """Compute the tangent that points from X to a row. `None` stands for a row of zeros.
 
-            The projection is linear, so the tangent of a difference is the difference of two such tangents.
+            The projection to tangents is linear, so the tangent of a difference is the difference of two such tangents.
             """
             key = None if row is None else id(row)
             if key not in cache:
@@ -135,6 +136,7 @@ class TangentSpace(AmbientSpace):
 
 def _is_smooth(space: LowRank, x: Tensor) -> bool:
     """Return whether the matrix of every copy has the full rank of the space, up to rounding."""
+    # The small core has the singular values of the matrix, so the matrix itself is not formed.
     values = torch.linalg.svdvals(JointBasis.of([x], space.m).cores[0])
     least = max(space.m, space.n) * torch.finfo(x.dtype).eps * values[..., :1]
     return bool((values[..., space.rank - 1 :] > least).all())

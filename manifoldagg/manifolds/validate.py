@@ -1,4 +1,4 @@
-"""Validation of points, which must be on their manifold, and of tangents."""
+"""Checks that points are on their manifold, and that tangents are tangent."""
 
 import math
 from dataclasses import dataclass
@@ -22,16 +22,18 @@ OPEN_SET_ROUNDINGS = 64
 def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float | None = None) -> Point:
     r"""Check that points are on the manifold, and return them.
 
-    For each leaf, $|\operatorname{project}(x) - x|$ must be small.
+    A point is on the manifold if the nearest point, which `project` returns, is close to it. Each leaf is checked
+    separately.
 
     Args:
         space: a space with project.
         x: points (*batch, *shape).
         name: the name of the argument in the error message.
-        tolerance: the tolerance for the largest coordinate of the difference. It is relative to the largest coordinate
-            of the point, if this is larger than 1. The default is $\sqrt\varepsilon$ of the dtype in which a model
-            stores the leaf. For an open set, which does not contain its boundary, the default is 64 $\varepsilon$ times
-            the largest coordinate, unless the leaf is stored in a narrower dtype.
+        tolerance: the tolerance for the largest coordinate of the difference between the point and the nearest point.
+            It is relative to the largest coordinate of the point, if this is larger than 1. The default is
+            $\sqrt\varepsilon$ with the machine epsilon $\varepsilon$ of the dtype in which a model stores the leaf.
+            For an open set, which does not contain its boundary, the default is 64 $\varepsilon$ times the largest
+            coordinate, unless the leaf is stored in a narrower dtype.
 
     Raises:
         ArgumentError: if a point is not on the manifold. The message contains the argument, the leaf and the distance.
@@ -69,7 +71,8 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
 def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tolerance: float | None = None) -> Tangent:
     r"""Check that `u` is tangent at `x`, and return it.
 
-    For each leaf, $|\operatorname{project}_x(u) - u|$ must be small.
+    A vector is tangent if the nearest tangent, which `project_tangent` returns, is close to it. Each leaf is checked
+    separately.
 
     Args:
         space: a space with project_tangent.
@@ -157,7 +160,7 @@ class Validated(Delegate):
 
 
 def check_injectivity_radius(space: Manifold, x: Tensor, log: Tensor) -> None:
-    """Check for each leaf that the lengths of logs at `x` do not exceed the injectivity radius.
+    """Check that logs at `x` are not longer than the injectivity radius. Each leaf is checked separately.
 
     Raises:
         ArgumentError: if a log is not finite or too long. The message contains the leaf and the distance.
@@ -167,6 +170,7 @@ def check_injectivity_radius(space: Manifold, x: Tensor, log: Tensor) -> None:
         if part.numel() == 0 or not {"inner", "injectivity_radius"} <= factor.capabilities:
             continue
         radius = factor._injectivity_radius(base)
+        # NaN marks a point without a log. The negated comparison below then rejects it.
         far = formulas.norm(factor, base, part) if bool(part.isfinite().all()) else radius.new_tensor(math.nan)
         if not bool((far <= radius).all()):
             given = "without a log" if bool(far.isnan().any()) else f"at {far.max().item():.6g}"

@@ -13,7 +13,9 @@ WRAPPER_PREFIXES = {
 
 
 def wrapper_hint(given: Collection[str], expected: Collection[str]) -> str:
-    """Return a hint for an error message if only wrapper prefixes make names differ, and "" otherwise.
+    """Return a hint for an error message about names that differ.
+
+    If only the prefixes of module wrappers make the names differ, the hint names the wrapper. Otherwise, it is "".
 
     Example:
         >>> wrapper_hint({"_orig_mod.weight"}, {"weight"})
@@ -23,6 +25,7 @@ def wrapper_hint(given: Collection[str], expected: Collection[str]) -> str:
     """
     if not set(map(_unwrapped_name, given)) >= set(map(_unwrapped_name, expected)):
         return ""
+    # Without their prefixes the names agree, so the hint reports the prefix that only one side has.
     mine, theirs = (_wrappers_in(names) for names in (given, expected))
     for part, why in WRAPPER_PREFIXES.items():
         if (part in mine) != (part in theirs):
@@ -35,7 +38,10 @@ def _wrappers_in(names: Collection[str]) -> set[str]:
 
 
 def _unwrapped_name(name: str) -> str:
-    """Remove wrapper prefixes from a name. A submodule can be called `module`, so only the start is removed."""
+    """Remove wrapper prefixes from a name.
+
+    A submodule can be called `module`, so this prefix is removed only at the start.
+    """
     parts = [part for part in name.split(".") if part not in WRAPPER_PREFIXES or part == "module"]
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]

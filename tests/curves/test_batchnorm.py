@@ -37,7 +37,7 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["tensor", "pair", "list"])
-def test_the_statistics_are_those_of_torch(form):
+def test_the_statistics_equal_those_of_torch(form):
     model = network()
     space = ParameterSpace.of(model)
     point = space.point(model) + 0.1
@@ -52,7 +52,7 @@ def test_the_statistics_are_those_of_torch(form):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in space.state_dict(point, carried).items())
 
 
-def test_keyword_batches_are_understood():
+def test_batches_of_keyword_arguments_are_supported():
     model = Named()
     space = ParameterSpace.of(model)
     carried = refresh_buffers(space, model, space.point(model), [{"values": x, "scale": 2.0} for x in INPUTS])
@@ -69,7 +69,7 @@ def test_one_batch_gives_its_own_moments():
     assert torch.allclose(carried["0.running_var"], INPUTS[0].var(0), rtol=1e-5)
 
 
-def test_nothing_is_dropped_out_and_nothing_drawn():
+def test_dropout_is_inactive_and_no_random_numbers_are_drawn():
     model = nn.Sequential(nn.Dropout(0.5), network()).eval()
     space = ParameterSpace.of(model)
     drawn = torch.random.get_rng_state()
@@ -93,7 +93,7 @@ def test_without_batch_norm_no_batch_is_read():
     assert refresh_buffers(space, model, space.point(model), batches()) == {}
 
 
-def test_the_model_is_left_alone_when_a_batch_fails():
+def test_the_model_does_not_change_if_a_batch_fails():
     model = network()
     space = ParameterSpace.of(model)
     before = states(model)
@@ -104,7 +104,7 @@ def test_the_model_is_left_alone_when_a_batch_fails():
     assert model[4].momentum == 0.3
 
 
-def test_a_mask_of_infinities_is_no_statistic():
+def test_an_infinite_mask_does_not_count_as_a_statistic():
     model = network()
     model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
     space = ParameterSpace.of(model)
@@ -113,7 +113,7 @@ def test_a_mask_of_infinities_is_no_statistic():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_bad_input_is_refused_by_name():
+def test_invalid_arguments_are_rejected_by_name():
     model = network()
     space = ParameterSpace.of(model)
     point = space.point(model)

@@ -29,7 +29,7 @@ def test_every_root_is_found(places):
     assert ((found - places.sort().values).abs() <= allowed[places.argsort()]).all()
 
 
-def test_where_no_sign_changes_there_is_no_root():
+def test_a_polynomial_without_sign_change_has_no_root():
     assert list(roots([1.0, 2.0, 1.0])) == []
     assert list(roots([0.0, 0.0, 0.0])) == []
     assert list(roots([2.0])) == []
@@ -39,11 +39,11 @@ def test_where_no_sign_changes_there_is_no_root():
 
 
 @given(st.floats(1e-300, 1e-3))
-def test_a_small_root_has_all_its_digits(place):
+def test_a_small_root_is_accurate(place):
     assert next(roots([-place, 1 - place])) == pytest.approx(place, rel=1e-13, abs=0)
 
 
-def test_newton_ends_where_it_has_converged(monkeypatch):
+def test_newton_terminates_after_convergence(monkeypatch):
     """Quadratically, also where it came from one side alone and the bracket has stayed wide on the other."""
     evaluate = bernstein._evaluate
     places = []
@@ -56,7 +56,7 @@ def test_newton_ends_where_it_has_converged(monkeypatch):
         assert len(places) <= 12
 
 
-def test_roots_closer_than_rounding_are_counted_by_what_they_make():
+def test_an_odd_number_of_inseparable_roots_counts_as_one():
     tiny = 2.0**-60
     # t (t - tiny) (t - 2 tiny): three changes that halving does not tell apart are one.
     assert [t < 2**-50 for t in roots([-0.0, 2 * tiny**2 / 3, -tiny, 1.0])] == [True]
@@ -70,7 +70,7 @@ def test_a_minimum_is_global(seed, degree):
     assert ((basis(degree, t) * coefficients).sum(-1) <= values + 1e-13).all()
 
 
-def test_a_crossing_is_found_to_the_last_bit():
+def test_find_sign_change_is_accurate_to_rounding():
     places = torch.tensor([0.0, 1e-9, 0.3, 0.999, 1.0], dtype=torch.float64)
     low, high = torch.zeros(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
     found = find_sign_change(lambda t: (places - t) * (1 + 50 * t**4), low, high)

@@ -36,7 +36,7 @@ def test_end_points_are_exact(seed, size, degree, dtype):
 
 
 @given(seeds, small_sizes, degrees, times, dtypes)
-def test_bernstein_form_is_de_casteljau(seed, size, degree, t, dtype):
+def test_bernstein_form_equals_de_casteljau(seed, size, degree, t, dtype):
     curve, phi = Bezier(Flat(size), degree), draw(seed, degree + 1, size, dtype=dtype)
     error = (curve(phi, t).double() - de_casteljau(phi.double(), t)).abs()
     # n + 1 products of weights that sum to 1, each rounded: a small multiple of ε times the largest coordinate.
@@ -44,7 +44,7 @@ def test_bernstein_form_is_de_casteljau(seed, size, degree, t, dtype):
 
 
 @given(seeds, degrees, st.floats(-0.5, 1.5))
-def test_geodesics_of_a_flat_space_draw_the_same_curve(seed, degree, t):
+def test_the_geodesic_algorithm_gives_the_same_curve_on_a_flat_space(seed, degree, t):
     curve, phi, t = Bezier(Flat(3), degree), draw(seed, degree + 1, 3), torch.tensor([t, 0.5], dtype=torch.float64)
     # Past the ends weights grow to (2t - 1)^n and cancel.
     assert (along_geodesics(curve.space, phi, t) - curve(phi, t)).abs().max() <= 1e-13 * 2**degree * phi.abs().max()
@@ -58,7 +58,7 @@ def test_weights_are_a_partition_of_unity(degree, t):
 
 
 @given(seeds, degrees, times)
-def test_the_curve_turns_with_its_control_points(seed, degree, t):
+def test_the_curve_is_affine_equivariant(seed, degree, t):
     curve, phi, q, shift = Bezier(Flat(5), degree), draw(seed, degree + 1, 5), rotation(seed, 5), draw(seed, 5)
     assert relative(curve(phi @ q + shift, t), curve(phi, t) @ q + shift) <= 1e-13
 
@@ -71,7 +71,7 @@ def test_velocity_is_the_derivative(seed, degree, t):
 
 
 @given(seeds, degrees)
-def test_a_batch_of_parameters_is_a_loop(seed, degree):
+def test_a_batch_of_parameters_equals_a_loop(seed, degree):
     curve, phi, t = Bezier(Flat(3), degree), draw(seed, degree + 1, 3), draw(seed, 2, 5).sigmoid()
     for method in (curve, curve.velocity):
         batch = method(phi, t)
@@ -90,7 +90,7 @@ def test_a_collapsed_curve_is_one_point(seed, size, degree, t):
 
 
 @given(seeds, degrees)
-def test_the_curve_stays_in_the_hull_of_its_control_points(seed, degree):
+def test_the_curve_is_in_the_convex_hull_of_its_control_points(seed, degree):
     curve, phi, direction = Bezier(Flat(3), degree), draw(seed, degree + 1, 3), draw(seed + 1, 3)
     heights, limits = curve(phi, torch.linspace(0, 1, 33)) @ direction, phi @ direction
     slack = 1e-14 * limits.abs().max()
@@ -135,7 +135,7 @@ def test_push_and_pull_are_adjoint_and_make_the_metric(seed, degree):
 
 
 @given(seeds, degrees, dtypes, st.floats(-0.5, 1.5))
-def test_elevation_subdivision_and_reversal_keep_the_curve(seed, degree, dtype, cut):
+def test_elevation_subdivision_and_reversal_preserve_the_curve(seed, degree, dtype, cut):
     curve, phi = Bezier(Flat(3), degree), draw(seed, degree + 1, 3, dtype=dtype)
     t = torch.linspace(0, 1, 9, dtype=torch.float64)
     left, right = curve.split(phi, cut)
@@ -164,7 +164,7 @@ def test_scipy_agrees_on_derivatives(seed, degree):
 
 
 @given(seeds, degrees, dtypes)
-def test_a_length_lies_between_chord_and_polygon_and_adds_up(seed, degree, dtype):
+def test_a_length_is_additive_and_between_chord_and_polygon(seed, degree, dtype):
     curve, phi = Bezier(Flat(3), degree), draw(seed, degree + 1, 3, dtype=dtype)
     whole = curve.length(phi)
     slack = 4 * torch.finfo(dtype).eps
@@ -180,14 +180,14 @@ def test_a_length_lies_between_chord_and_polygon_and_adds_up(seed, degree, dtype
 
 
 @given(seeds)
-def test_the_length_of_a_parabola_is_known(seed):
+def test_the_length_of_a_parabola_agrees_with_its_formula(seed):
     """y = x² from 0 to 1, moved and turned: √5/2 + arsinh(2)/4."""
     phi = torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.0, 0.0], [1.0, 1.0, 0.0]], dtype=torch.float64)
     length = Bezier(Flat(3)).length(phi @ rotation(seed, 3) + draw(seed, 3))
     assert length.item() == pytest.approx(math.sqrt(5) / 2 + math.asinh(2) / 4, rel=1e-12)
 
 
-def test_a_curve_that_turns_back_is_measured_there_and_back():
+def test_the_length_of_a_curve_that_turns_back_counts_both_ways():
     """x = 4t(1-t)·a reaches a and returns; its speed has a kink."""
     curve, phi = Bezier(Flat(1)), torch.tensor([[0.0], [2.0], [0.0]], dtype=torch.float64)
     assert curve.length(phi).item() == pytest.approx(2.0, rel=1e-12)
@@ -198,7 +198,7 @@ def test_a_curve_that_turns_back_is_measured_there_and_back():
 
 
 @given(seeds, degrees, dtypes)
-def test_the_parameter_at_a_part_of_the_length_inverts_the_length(seed, degree, dtype):
+def test_parameter_at_length_inverts_the_length(seed, degree, dtype):
     curve, phi = Bezier(Flat(3), degree), draw(seed, degree + 1, 3, dtype=dtype).double()
     part = torch.tensor([[0.0, 1e-9, 0.2], [0.5, 0.9, 1.0]], dtype=torch.float64)
     t = curve.parameter_at_length(phi.to(dtype), part)
@@ -209,7 +209,7 @@ def test_the_parameter_at_a_part_of_the_length_inverts_the_length(seed, degree, 
     assert t[1, 2] == 1
 
 
-def test_a_point_has_no_length():
+def test_the_length_of_a_point_is_zero():
     curve, phi = Bezier(Flat(2)), torch.ones(3, 2)
     assert curve.length(phi) == 0
     assert curve.parameter_at_length(phi, 0.25) == 0.25
@@ -232,7 +232,7 @@ def test_the_length_of_a_parabola_is_its_closed_form():
 
 
 @given(seeds, degrees, st.integers(0, 4))
-def test_points_determine_the_curve_through_them(seed, degree, extra):
+def test_through_recovers_the_curve_from_its_points(seed, degree, extra):
     curve, phi, m = Bezier(Flat(3), degree), draw(seed, degree + 1, 3), degree + 1 + extra
     t = torch.linspace(0, 1, m, dtype=torch.float64)
     for fixed_ends in (False, True):
@@ -252,7 +252,7 @@ def test_the_parameters_of_points_are_their_chord_lengths():
 
 
 @given(seeds, degrees, dtypes, st.integers(0, 3))
-def test_no_place_is_nearer_than_the_nearest(seed, degree, dtype, far):
+def test_no_parameter_is_nearer_than_the_nearest(seed, degree, dtype, far):
     curve, phi = Bezier(Flat(3), degree), draw(seed, degree + 1, 3, dtype=dtype)
     points = draw(seed + 1, 2, 2, 3, dtype=dtype, scale=10.0 ** (far - 2))
     t, away = curve.nearest(phi, points)
@@ -279,7 +279,7 @@ def test_the_distance_is_differentiable():
     assert torch.autograd.gradcheck(lambda a, b: curve.nearest(a, b)[1], (phi, point))
 
 
-def test_draws_are_uniform_and_follow_their_generator():
+def test_samples_are_uniform_and_follow_the_generator():
     curve = Bezier(Flat(2))
     t = curve.sample(100, 50, generator=torch.Generator().manual_seed(0))
     assert torch.equal(t, curve.sample(100, 50, generator=torch.Generator().manual_seed(0)))
@@ -311,7 +311,7 @@ def exact(matrix):
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("n", range(1, 6))
-def test_bernstein_identities(n):
+def test_bernstein_weights_satisfy_their_identities(n):
     """sympy: partition of unity, derivative, elevation, subdivision and product of the weights that are used."""
     curve, eye = Bezier(Flat(n + 1), n), torch.eye(n + 1, dtype=torch.float64)
     weights, above = sympy.Matrix(curve.weights(s)), sympy.Matrix(Bezier(Flat(1), n + 1).weights(s))
@@ -391,6 +391,6 @@ def test_autocast_does_not_narrow_a_curve():
         (lambda: Bezier(Flat(2)).pull_phi(torch.zeros(3, 2), 0.5, torch.zeros(3)), "w: expected shape"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

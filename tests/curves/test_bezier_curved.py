@@ -81,7 +81,7 @@ def test_rotations_of_the_sphere_rotate_the_curve(seed, degree):
 
 @settings(max_examples=10)
 @given(seeds, st.integers(1, 3))
-def test_congruences_carry_the_curve_along(seed, degree):
+def test_the_curve_is_equivariant_under_congruences(seed, degree):
     curve, basis = Bezier(SymmetricPositiveDefinite(2), degree), rotation(seed, 2) + 0.1 * draw(seed, 2, 2)
     phi = control_points(curve, seed)
     moved = curve(basis @ phi @ basis.mT, TIMES)
@@ -156,7 +156,7 @@ def test_results_have_the_dtype_of_the_control_points(space, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_points_of_the_curve_are_found_on_it(dtype):
+def test_points_of_the_curve_are_contained_in_it(dtype):
     curve = Bezier(Sphere(3), 3)
     phi, wanted = control_points(curve, 0).to(dtype), torch.tensor([[0.0, 0.31], [0.77, 1.0]], dtype=torch.float64)
     points = curve(phi, wanted)
@@ -168,7 +168,7 @@ def test_points_of_the_curve_are_found_on_it(dtype):
     assert not curve.contains(phi, curve.space.project(points + 0.1 * torch.eye(3, dtype=dtype)[0])).any()
 
 
-def test_a_point_without_a_shortest_way_is_not_nearest():
+def test_a_point_without_a_log_is_not_nearest():
     """The antipode of a place on the curve has no log there: others are compared."""
     curve = Bezier(Sphere(3), 1)
     phi = torch.tensor([[1.0, 0.0, 0.0], [math.cos(0.5), math.sin(0.5), 0.0]], dtype=torch.float64)
@@ -200,6 +200,6 @@ class NoLog(Manifold):
         (lambda: Bezier(Sphere(3)).nearest(torch.eye(3), torch.zeros(2)), r"point: expected trailing shape \(3\)"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

@@ -38,7 +38,7 @@ def on_sphere(seed):
 
 @few
 @given(seeds)
-def test_on_each_face_it_is_the_simplex_of_its_vertices(seed):
+def test_each_face_equals_the_simplex_of_its_vertices(seed):
     sphere = Complex(Sphere(3), FACES)
     for whole, phi in ((CHAIN, draw(seed, 6, 4)), (sphere, on_sphere(seed))):
         for face in FACES:
@@ -54,7 +54,7 @@ def test_on_each_face_it_is_the_simplex_of_its_vertices(seed):
 
 @few
 @given(seeds)
-def test_moving_one_vertex_moves_all_faces_that_have_it_and_no_other(seed):
+def test_moving_a_vertex_changes_only_its_faces(seed):
     phi = draw(seed, 6, 4)
     moved = phi.clone()
     moved[1] += 1
@@ -68,7 +68,7 @@ def test_moving_one_vertex_moves_all_faces_that_have_it_and_no_other(seed):
 
 @few
 @given(seeds)
-def test_faces_agree_where_they_meet(seed):
+def test_faces_agree_on_their_intersection(seed):
     t = places(seed, 1, n=2)[0]
     for space, phi in ((Flat(4), draw(seed, 6, 4)), (Sphere(3), on_sphere(seed))):
         whole = Complex(space, FACES)
@@ -101,7 +101,7 @@ def test_the_gradient_of_the_log_volume_is_its_derivative(by, seed):
     assert (phi.detach() * gradient).sum().item() == pytest.approx(expected, abs=1e-10)
 
 
-def test_a_degenerate_face_leaves_the_others_their_volume():
+def test_a_degenerate_face_does_not_change_the_volume_of_others():
     phi = draw(0, 6, 4)
     phi[3] = (phi[1] + phi[2]) / 2
     phi.requires_grad_()
@@ -127,7 +127,7 @@ def faces_of(x):
 
 
 @pytest.mark.parametrize("by", ["face", "volume"])
-def test_faces_are_drawn_by_number_or_by_volume(by):
+def test_faces_are_sampled_equally_or_by_volume(by):
     phi, draws = draw(3, 6, 4), 20000
     x = CHAIN.sample_in(phi, draws, by=by, generator=generator(0))
     found = faces_of(x).bincount(minlength=3) / draws
@@ -143,7 +143,7 @@ def test_faces_are_drawn_by_number_or_by_volume(by):
         assert (own.var(0) - 1 / 18).abs().max() <= 6 * math.sqrt(1 / 18 / len(own))
 
 
-def test_draws_follow_their_generator():
+def test_samples_follow_the_generator():
     phi = draw(0, 6, 4)
     for sample in (CHAIN.sample, lambda *batch, **options: CHAIN.sample_in(phi, *batch, **options)):
         first, again, other = (sample(2, 3, generator=generator(seed)) for seed in (0, 0, 1))
@@ -156,7 +156,7 @@ def test_draws_follow_their_generator():
 
 @few
 @given(seeds)
-def test_the_nearest_place_is_that_of_the_nearest_face(seed):
+def test_nearest_returns_the_point_of_the_nearest_face(seed):
     phi, points = draw(seed, 6, 4), draw(seed + 1, 3, 4, scale=2.0)
     x, distances = CHAIN.nearest(phi, points)
     alone = torch.stack([Simplex(Flat(4), 3).nearest(phi[list(face)], points)[1] for face in FACES])
@@ -174,7 +174,7 @@ def test_the_nearest_place_is_that_of_the_nearest_face(seed):
 
 @few
 @given(seeds)
-def test_it_contains_what_it_draws(seed):
+def test_samples_are_contained_in_the_complex(seed):
     phi = draw(seed, 6, 4)
     points = CHAIN(phi, CHAIN.sample(4, generator=generator(seed)))
     assert CHAIN.contains(phi, points).all()
@@ -213,11 +213,11 @@ def test_an_ensemble_is_the_mean_of_its_predictions():
         (((0,),), ((0,),)),
     ],
 )
-def test_components_are_what_can_be_reached(faces, components):
+def test_components_are_the_connected_vertices(faces, components):
     assert Complex(Flat(1), faces).components == components
 
 
-def test_faces_may_have_several_dimensions_where_nothing_is_added():
+def test_faces_of_several_dimensions_are_allowed_without_sums_of_volumes():
     whole, phi = Complex(Flat(3), ((0, 1, 2), (2, 3))), draw(0, 4, 3)
     x = whole.sample(50, generator=generator(0))
     assert whole(phi, x).shape == (50, 3)
@@ -228,7 +228,7 @@ def test_faces_may_have_several_dimensions_where_nothing_is_added():
     assert whole.log_volume_gradient(phi, by="face").shape == (4, 3)
 
 
-def test_it_is_a_value():
+def test_instances_are_compared_and_hashed_by_value():
     assert CHAIN == Complex(Flat(4), FACES) != Complex(Flat(4), FACES[:2])
     assert {CHAIN, Complex(Flat(4), FACES)} == {CHAIN}
     assert (CHAIN.size, CHAIN.domain) == (6, (6,))
@@ -277,6 +277,6 @@ CURVED = Complex(Sphere(4), FACES)
         (lambda: CURVED.nearest(PHI, PHI[0]), "space: expected a flat space"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

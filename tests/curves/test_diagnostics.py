@@ -30,7 +30,7 @@ def waves(theta):
 
 
 @given(seeds, st.integers(1, 4))
-def test_losses_are_the_function_on_the_curve_and_on_the_chord(seed, degree):
+def test_losses_are_evaluated_on_the_curve_and_on_the_chord(seed, degree):
     curve, phi = Bezier(Flat(SIZE), degree), draw(seed, degree + 1, SIZE)
     found = barrier(curve, phi, waves, points=7)
     t = torch.linspace(0, 1, 7, dtype=torch.float64)
@@ -41,7 +41,7 @@ def test_losses_are_the_function_on_the_curve_and_on_the_chord(seed, degree):
 
 
 @given(seeds)
-def test_on_a_hill_the_chord_rises_by_a_quarter_of_its_square(seed):
+def test_the_barrier_of_a_concave_quadratic_is_a_quarter_of_the_squared_chord(seed):
     """-|a + t d|² lies above the line between its ends by t (1 - t) |d|²."""
     phi = draw(seed, 3, SIZE)
     found = barrier(Bezier(Flat(SIZE)), phi, hill, points=5)
@@ -58,7 +58,7 @@ def test_a_straight_curve_has_the_barrier_of_its_chord(seed, degree):
 
 
 @given(seeds, scales, st.floats(-10, 10))
-def test_heights_scale_with_the_loss_and_do_not_see_a_constant(seed, factor, shift):
+def test_barriers_scale_with_the_loss_and_ignore_constants(seed, factor, shift):
     curve, phi = Bezier(Flat(SIZE)), draw(seed, 3, SIZE)
     plain = barrier(curve, phi, hill, points=11)
     other = barrier(curve, phi, lambda theta: factor * hill(theta) + shift, points=11)
@@ -69,7 +69,7 @@ def test_heights_scale_with_the_loss_and_do_not_see_a_constant(seed, factor, shi
 
 
 @given(seeds)
-def test_the_way_back_is_as_high(seed):
+def test_the_reversed_curve_has_the_same_barrier(seed):
     curve, phi = Bezier(Flat(SIZE), 3), draw(seed, 4, SIZE)
     there, back = barrier(curve, phi, waves, points=9), barrier(curve, curve.reverse(phi), waves, points=9)
     assert back.height == pytest.approx(there.height, abs=1e-13)
@@ -91,7 +91,7 @@ def test_no_barrier_is_negative_and_each_end_is_evaluated_once(seed, points):
 
 @settings(max_examples=8)
 @given(seeds)
-def test_places_by_length_are_evenly_apart_on_the_curve(seed):
+def test_points_by_length_are_evenly_spaced_on_the_curve(seed):
     curve, phi = Bezier(Flat(SIZE), 3), draw(seed, 4, SIZE)
     found = barrier(curve, phi, hill, points=6, by="length")
     whole = curve.length(phi).item()
@@ -116,7 +116,7 @@ def test_on_a_sphere_the_chord_is_the_geodesic(seed):
 
 @settings(max_examples=8)
 @given(seeds, st.integers(3, 20))
-def test_a_curve_that_is_everywhere_twice_as_good_has_that_ratio(seed, points):
+def test_a_curve_with_half_the_loss_has_ratio_two(seed, points):
     """Inside 2, at the two ends 1: by the trapezoidal rule 2 - 1 / (points - 1)."""
     phi = draw(seed, 3, SIZE)
     chord = phi[2] - phi[0]
@@ -142,7 +142,7 @@ def test_the_ratio_does_not_depend_on_the_unit_of_the_loss(seed, unit):
 
 @settings(max_examples=10)
 @given(seeds, scales)
-def test_a_parabola_bends_as_its_legs_say(seed, scale):
+def test_the_curvature_of_a_parabola_agrees_with_its_formula(seed, scale):
     """With legs a and b, k = 4 |a ∧ b| / |v|³, and the whole turn is the angle between them."""
     phi = draw(seed, 3, SIZE, scale=scale)
     a, b = phi[1] - phi[0], phi[2] - phi[1]
@@ -160,7 +160,7 @@ def test_a_parabola_bends_as_its_legs_say(seed, scale):
 
 @settings(max_examples=5)
 @given(seeds, st.integers(2, 4), st.integers(1, 2))
-def test_neither_a_higher_degree_nor_the_way_back_changes_how_a_path_bends(seed, degree, times):
+def test_curvature_is_invariant_under_elevation_and_reversal(seed, degree, times):
     curve, phi = Bezier(Flat(SIZE), degree), draw(seed, degree + 1, SIZE)
     found = curvature(curve, phi)
     higher = curvature(Bezier(Flat(SIZE), degree + times), curve.elevate(phi, times))
@@ -175,7 +175,7 @@ def test_neither_a_higher_degree_nor_the_way_back_changes_how_a_path_bends(seed,
 
 @settings(max_examples=10)
 @given(seeds, st.integers(1, 4), scales)
-def test_a_straight_line_does_not_bend(seed, degree, scale):
+def test_a_straight_line_has_curvature_zero(seed, degree, scale):
     line = draw(seed, 2, SIZE, scale=scale)
     phi = Bezier(Flat(SIZE), 1).elevate(line, degree - 1)
     found = curvature(Bezier(Flat(SIZE), degree), phi, points=5)
@@ -186,7 +186,7 @@ def test_a_straight_line_does_not_bend(seed, degree, scale):
 
 @settings(max_examples=10)
 @given(st.integers(3, 8))
-def test_a_regular_polygon_turns_at_its_corners_alone(sides):
+def test_a_regular_polygon_turns_only_at_its_corners(sides):
     """The way around all sides has all corners but the first: (n - 1) exterior angles of 2π/n."""
     angles = 2 * math.pi * torch.arange(sides + 1, dtype=torch.float64) / sides
     phi = torch.stack([angles.cos(), angles.sin(), torch.zeros_like(angles)], -1)
@@ -195,7 +195,7 @@ def test_a_regular_polygon_turns_at_its_corners_alone(sides):
     assert found.total == pytest.approx((sides - 1) * 2 * math.pi / sides, abs=1e-12)
 
 
-def test_a_path_that_rests_counts_as_straight_there():
+def test_curvature_is_zero_at_zero_velocity():
     found = curvature(Bezier(Flat(2)), torch.ones(3, 2))
     assert found.maximum == 0
     assert found.total == pytest.approx(0, abs=1e-15)
@@ -225,7 +225,7 @@ class Latitude(CurveEmbedding):
 
 @settings(max_examples=3)
 @given(st.floats(0.2, 2.9))
-def test_a_circle_of_latitude_bends_by_the_cotangent(angle):
+def test_a_circle_of_latitude_has_its_geodesic_curvature(angle):
     """At polar angle θ the geodesic curvature is |cot θ|, its integral 2π |cos θ|: by Gauss-Bonnet, 2π less the cap."""
     phi = torch.tensor([[math.sin(angle), 0.0, math.cos(angle)]], dtype=torch.float64)
     found = curvature(Latitude(Sphere(3)), phi, points=5)
@@ -236,7 +236,7 @@ def test_a_circle_of_latitude_bends_by_the_cotangent(angle):
 
 @settings(max_examples=2)
 @given(seeds, st.integers(1, 2))
-def test_a_geodesic_does_not_bend(seed, degree):
+def test_a_geodesic_has_curvature_zero(seed, degree):
     space = Sphere(3)
     ends = space.project(torch.tensor([0.0, 0.0, 2.0], dtype=torch.float64) + draw(seed, 2, 3).clamp(-1, 1))
     assume((ends[0] - ends[1]).norm() > 0.1)
@@ -245,7 +245,7 @@ def test_a_geodesic_does_not_bend(seed, degree):
     assert found.total <= 1e-9
 
 
-def test_they_leave_phi_alone_and_take_one_that_learns():
+def test_phi_may_require_grad_and_is_not_modified():
     phi = draw(0, 3, SIZE).requires_grad_()
     kept = phi.detach().clone()
     barrier(Bezier(Flat(SIZE)), phi, lambda theta: 0.0 if theta.requires_grad else 1.0, points=3)
@@ -253,7 +253,7 @@ def test_they_leave_phi_alone_and_take_one_that_learns():
     assert torch.equal(phi, kept)
 
 
-def test_it_draws():
+def test_plot_draws_the_losses():
     found = barrier(Bezier(Flat(4)), draw(0, 3, 4), waves, points=5)
     axes = Figure().subplots()
     found.plot(axes, label="cross-entropy", name="quadratic")
@@ -287,12 +287,12 @@ CURVE = Bezier(Flat(2))
         (lambda: curvature(CURVE, PHI * math.nan), "phi: expected values with finite squares"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
-def test_a_barrier_of_two_equal_losses_lies_at_an_end():
+def test_a_constant_loss_has_its_barrier_at_an_end():
     ones = torch.ones(2, dtype=torch.float64)
     found = Barrier(torch.tensor([0.0, 1.0], dtype=torch.float64), ones - ones, ones, ones)
     assert (found.height, found.argmax) == (0.0, 0.0)

@@ -26,7 +26,7 @@ def distance(displacements, s):
 
 
 @given(seeds, st.integers(1, 6), st.integers(1, 4), st.floats(0, 3), st.sampled_from(["clamp", "extend"]), scales)
-def test_it_is_the_smallest_parameter_at_that_distance(seed, n, size, rho, overshoot, scale):
+def test_the_result_is_the_smallest_parameter_at_the_distance(seed, n, size, rho, overshoot, scale):
     v = draw(seed, n, size, scale=scale)
     s = parameter_at_distance(v, rho, overshoot)
     wanted = (min(rho, 1.0) if overshoot == "clamp" else rho) * v[-1].norm().item()
@@ -60,7 +60,7 @@ def test_a_control_point_at_the_end_gives_one_minus_the_root_of_one_minus_rho(se
 
 
 @given(seeds, st.integers(1, 5), ratios)
-def test_isometries_and_units_do_not_matter(seed, n, rho):
+def test_the_result_is_invariant_under_isometries_and_scaling(seed, n, rho):
     v, q = draw(seed, n, 6), rotation(seed + 1, 6)
     s = parameter_at_distance(v, rho)
     for other in (v @ q, 1e-30 * v, 1e30 * v):
@@ -69,13 +69,13 @@ def test_isometries_and_units_do_not_matter(seed, n, rho):
 
 
 @given(st.integers(1, 8), st.sampled_from([1.0, 1.5, 10.0, 1e3, 1e6, 1e9]))
-def test_a_straight_line_is_followed_however_far(n, rho):
+def test_a_straight_line_is_extrapolated_without_limit(n, rho):
     line = torch.arange(1, n + 1, dtype=torch.float64)[:, None] / n * torch.tensor([[0.3, -1.7, 2.9]]).double()
     assert parameter_at_distance(line, rho, "extend") == pytest.approx(rho, rel=1e-9)
 
 
 @given(seeds, st.floats(1, 100))
-def test_past_the_end_the_polynomial_is_met_too(seed, rho):
+def test_the_polynomial_is_extrapolated_beyond_the_end(seed, rho):
     v = draw(seed, 3, 5)
     s = parameter_at_distance(v, rho, "extend")
     assert distance(v, torch.tensor(s, dtype=torch.float64)).item() == pytest.approx(
@@ -95,7 +95,7 @@ def test_the_ends_are_exact():
     assert parameter_at_distance(v, 5e-324) == 0.0
 
 
-def test_a_curve_that_leaves_and_comes_back_is_met_on_the_way_out():
+def test_a_curve_that_returns_gives_the_first_crossing():
     v = torch.tensor([[10.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
     with mpmath.workdps(40):
         exact = mpmath.findroot(lambda s: 20 * s * (1 - s) + s * s - 1, 0.05)
@@ -128,6 +128,6 @@ def test_the_polynomial_is_the_squared_distance():
         (lambda: parameter_at_distance(torch.full((2, 3), float("nan")), 0.5), r"displacements\[0\]"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

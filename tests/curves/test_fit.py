@@ -52,7 +52,7 @@ def test_the_control_point_reaches_its_exact_optimum(seed):
     assert relative(result.phi[1], best_control(minimiser, start, end)) <= 1e-13
 
 
-def test_drawn_places_lead_to_the_same_optimum():
+def test_random_coordinates_lead_to_the_same_optimum():
     loss, minimiser = quadratic(0)
     start = draw(2, 3)
     # Decaying steps average out the sampling of S; the error falls with their number, not to zero.
@@ -91,7 +91,7 @@ def wavy(theta, batch):
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_default_path_is_these_lines(degree, dtype):
+def test_the_default_fit_equals_the_algorithm_of_the_paper(degree, dtype):
     """Draws, steps and their order are those of the paper's algorithm, bit for bit."""
     data, start = list(draw(0, 5, 6, dtype=dtype)), draw(1, 6, dtype=dtype)
     result = fit(
@@ -127,7 +127,7 @@ def test_the_default_path_is_these_lines(degree, dtype):
     assert torch.equal(result.phi, phi)
 
 
-def test_a_run_of_the_default_path_ends_where_it_always_did():
+def test_the_default_fit_has_its_golden_result():
     """Frozen numbers; another machine may round the steps in another way."""
     result = fit(
         Bezier(Flat(2)),
@@ -156,7 +156,7 @@ def barrier(curve, phi):
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "stratified", "quadrature", "length"])
-def test_two_wells_are_connected_round_the_hill(sampling):
+def test_two_minima_are_connected_around_a_barrier(sampling):
     """The chord crosses the hill; a learned curve goes round it with less than a twentieth of its barrier."""
     curve, a = Bezier(Flat(2), 3), torch.tensor([1.0, 0.0], dtype=torch.float64)
     chord = torch.stack([a, a / 3, -a / 3, -a])
@@ -256,7 +256,7 @@ def test_a_strong_proximal_term_keeps_the_model_at_the_base():
     assert (far[0] - minimiser).norm() < 0.2 * (start - minimiser).norm()
 
 
-def test_it_trains_a_network_and_leaves_it_alone():
+def test_a_network_is_fitted_without_being_modified():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2))
@@ -332,13 +332,13 @@ def test_steps_cycle_the_batches_and_epochs_count_passes():
         (lambda: {"curve": Bezier(Flat(3), 1)}, r"epochs\[1\]: expected 0, got 2; Bezier.* has no trainable points"),
     ],
 )
-def test_bad_input_is_refused_by_name(options, words):
+def test_invalid_arguments_are_rejected_by_name(options, words):
     given_ = {"curve": Bezier(Flat(3)), "batches": [None], "start": torch.ones(3)}
     with pytest.raises(ArgumentError, match=words):
         fit(loss=lambda theta, batch: theta.sum(), **given_ | options())
 
 
-def test_a_gradient_that_is_not_finite_stops_the_fit():
+def test_a_nonfinite_gradient_stops_the_fit():
     with pytest.raises(DivergenceError, match="phi: expected finite control points"):
         fit(
             Bezier(Flat(3)),
@@ -349,12 +349,12 @@ def test_a_gradient_that_is_not_finite_stops_the_fit():
         )
 
 
-def test_it_learns_under_no_grad():
+def test_the_fit_works_inside_no_grad():
     with torch.no_grad():
         result = fit(Bezier(Flat(3)), lambda theta, batch: theta.square().sum(), [None], start=torch.ones(3))
     assert result.losses[-1] < result.losses[0]
 
 
-def test_a_loss_that_is_not_finite_stops_the_fit():
+def test_a_nonfinite_loss_stops_the_fit():
     with pytest.raises(DivergenceError, match="loss: expected a finite value at step 0, got nan"):
         fit(Bezier(Flat(3)), lambda theta, batch: theta.sum() * float("nan"), [None], start=torch.ones(3))

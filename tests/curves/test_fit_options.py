@@ -40,7 +40,7 @@ QUICK = {"training": Training(optimizer=SGD, rate=0.1), "start": draw(8, 3)}
 
 
 @given(seeds, st.integers(1, 6))
-def test_strata_hold_one_place_each(seed, samples):
+def test_each_stratum_contains_one_coordinate(seed, samples):
     drawn = list(Sampling("stratified", samples).coordinates(CURVE, draw(0, 3, 3), seeded(seed)))
     assert [int(x * samples) for _, x in drawn] == list(range(samples))
     assert sum(weight for weight, _ in drawn) == pytest.approx(1)
@@ -81,7 +81,7 @@ def test_a_collapsed_curve_is_sampled_by_its_parameter():
     assert drawn == torch.rand(5, generator=seeded(), dtype=torch.float64).tolist()
 
 
-def test_strata_vary_less_than_independent_places():
+def test_stratified_sampling_has_a_lower_variance():
     """The mean of x² over four places: by strata its variance falls with the cube of their number."""
     spread = {}
     for sampling in ("uniform", "stratified"):
@@ -99,7 +99,7 @@ def test_strata_vary_less_than_independent_places():
 
 
 @given(seeds, st.booleans(), st.booleans())
-def test_frozen_points_rest_and_free_ones_move(seed, freeze_start, freeze_end):
+def test_only_free_points_change(seed, freeze_start, freeze_end):
     before = draw(seed, 4, 3)
     free = [i for i in range(4) if 0 < i < 3 or not (freeze_start, freeze_end)[i // 3]]
     after = fit(
@@ -111,7 +111,7 @@ def test_frozen_points_rest_and_free_ones_move(seed, freeze_start, freeze_end):
 
 
 @given(seeds, st.sets(st.integers(-5, -1), min_size=1))
-def test_free_names_the_points_that_move(seed, free):
+def test_free_selects_the_trainable_points(seed, free):
     before = draw(seed, 5, 3)
     kept = before.clone()
     after = fit(
@@ -160,7 +160,7 @@ def test_a_full_projection_leaves_no_displacement_along_the_chord():
             assert bool(abs(along) <= 1e-14) is expected
 
 
-def test_alternating_epochs_take_turns():
+def test_alternating_phases_change_after_each_epoch():
     seen = []
 
     def loss(theta, batch):
@@ -176,7 +176,7 @@ def test_alternating_epochs_take_turns():
     assert len(result.losses) == 10
 
 
-def test_a_control_point_follows_its_end_between_turns():
+def test_a_control_point_follows_the_end_point_between_phases():
     """An epoch of the end carries the control point along: its displacement from the chord is kept."""
     seen = []
     fit(
@@ -191,7 +191,7 @@ def test_a_control_point_follows_its_end_between_turns():
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
-def test_any_optimiser_of_torch_learns(optimizer):
+def test_any_torch_optimiser_can_be_used(optimizer):
     result = fit(
         CURVE,
         square,
@@ -205,7 +205,7 @@ def test_any_optimiser_of_torch_learns(optimizer):
 
 
 @pytest.mark.parametrize("sharpness", [SAM(0.1), ASAM(0.1)])
-def test_sharpness_takes_the_gradient_uphill(sharpness):
+def test_sharpness_uses_the_gradient_at_the_ascent_point(sharpness):
     start = QUICK["start"]
     training = Training(SGD, 0.1, sharpness=sharpness)
     end = fit(CURVE, square, DATA, phases=Phases(steps=(1, 0)), training=training, start=start).phi[-1]
@@ -234,7 +234,7 @@ class Disc(Embedding):
         return torch.rand(*batch, 2, generator=generator, dtype=torch.float64)
 
 
-def test_any_embedding_is_learned_by_the_gradient_through_it():
+def test_any_embedding_is_fitted_by_the_pulled_back_gradient():
     disc, before = Disc(Flat(3)), draw(0, 3, 3)
     after = fit(
         disc,
@@ -272,7 +272,7 @@ def test_a_tunnel_learns_the_control_points_of_its_curve():
     assert relative(after[1], before[1] - 0.1 * phi.grad[1]) <= 1e-13
 
 
-def test_a_simplex_grows_by_its_volume():
+def test_the_volume_regulariser_enlarges_a_simplex():
     """With a loss that is 0 in a plane the new vertex runs along it; the given ones rest."""
     simplex, vertices = Simplex(Flat(3), 3), torch.eye(3, dtype=torch.float64)
 
@@ -299,7 +299,7 @@ def test_a_simplex_grows_by_its_volume():
     assert simplex.volume(results[1]) > 1.5 * simplex.volume(results[0])
 
 
-def test_a_simplex_without_volume_is_refused():
+def test_a_degenerate_simplex_is_rejected_with_a_volume_regulariser():
     flat = torch.zeros(3, 3, dtype=torch.float64)
     with pytest.raises(
         ArgumentError, match=r"volume: expected a finite log-volume, got -inf; start from points in general position"
@@ -316,7 +316,7 @@ def test_a_simplex_without_volume_is_refused():
 
 @pytest.mark.parametrize("space", [Sphere(3), Lorentz(2), Product({"a": Sphere(3), "b": Flat(2)})], ids=str)
 @pytest.mark.parametrize("optimizer", [SGD, torch.optim.Adam, functools.partial(RiemannianAdam, betas=(0.8, 0.9))])
-def test_on_a_curved_space_the_end_reaches_the_minimum_and_points_stay(space, optimizer):
+def test_on_a_curved_space_the_end_converges_and_points_remain_on_the_manifold(space, optimizer):
     generator = seeded(1)
     start = space.random_point(generator=generator, dtype=torch.float64)
     u = space.random_tangent(start, generator)
@@ -330,7 +330,7 @@ def test_on_a_curved_space_the_end_reaches_the_minimum_and_points_stay(space, op
     assert relative(result.phi[0], start) == 0
 
 
-def test_on_a_curved_space_control_points_begin_on_the_geodesic():
+def test_on_a_curved_space_control_points_start_on_the_geodesic():
     space = Sphere(3)
     start, end = space.random_point(2, generator=seeded(), dtype=torch.float64)
     phi = fit(Bezier(space, 3), square, DATA, start=start, end=end, phases=Phases(steps=(0, 0))).phi
@@ -354,7 +354,7 @@ def test_the_proximal_term_is_in_the_metric_of_the_space():
     assert relative(result.phi[-1], geodesic(space, end, start, 0.2)) <= 1e-14
 
 
-def test_a_callback_sees_every_step_and_can_stop():
+def test_a_callback_is_called_after_every_step_and_can_stop_the_fit():
     seen = []
 
     def callback(step, value, phi):
@@ -441,19 +441,19 @@ EYE = torch.eye(3)
         (lambda: {"curve": Bezier(Sphere(3))}, "start: expected a point of"),
     ],
 )
-def test_bad_input_is_refused_by_name(options, words):
+def test_invalid_arguments_are_rejected_by_name(options, words):
     given_ = {"curve": CURVE, "batches": [torch.ones(3)], "start": torch.ones(3)}
     with pytest.raises(ArgumentError, match=words):
         fit(loss=square, **given_ | options())
 
 
-def test_a_slope_that_is_not_finite_stops_a_fit_on_a_curved_space():
+def test_a_nonfinite_gradient_stops_a_fit_on_a_curved_space():
     with pytest.raises(DivergenceError, match="loss: expected a finite gradient at step 0"):
         fit(Bezier(Sphere(3)), lambda theta, batch: (theta * 0).square().sum().sqrt(), [None], start=EYE[0])
 
 
 @pytest.mark.parametrize("form", ["ambient", "subspace"])
-def test_a_tunnel_may_fold_while_it_is_learned(form):
+def test_a_tunnel_may_fold_during_a_fit(form):
     """The loss pulls the control point so far that the tunnel folds on the way."""
     phi = torch.tensor([[0.0, 0.0], [0.5, 0.1], [1.0, 0.0]])
     found = fit(
@@ -470,7 +470,7 @@ def test_a_tunnel_may_fold_while_it_is_learned(form):
         Tunnel(Bezier(Flat(2)), 0.3).check(found.phi)
 
 
-def test_a_complex_of_curved_triangles_is_learned():
+def test_a_complex_of_curved_triangles_can_be_fitted():
     vertices = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.2, 0.0], [1.0, 0.0, 0.2], [1.0, 0.2, 0.2]])
     phi = torch.nn.functional.normalize(vertices, dim=-1)
     found = fit(
@@ -487,7 +487,7 @@ def test_a_complex_of_curved_triangles_is_learned():
     assert found.losses[-1] < found.losses[0]
 
 
-def test_a_state_of_another_optimizer_is_refused():
+def test_a_state_of_another_optimizer_is_rejected():
     arguments = {"start": torch.zeros(2), "phases": Phases(steps=(3, 6))}
     loss = lambda theta, batch: (theta - batch).square().sum()  # noqa: E731
     state = fit(Bezier(Flat(2)), loss, [torch.ones(2)], training=Training(optimizer=torch.optim.SGD), **arguments).state

@@ -17,7 +17,7 @@ cases = pytest.mark.parametrize(("curve", "phi"), CASES, ids=["flat", "sphere"])
 
 
 @cases
-def test_a_path_is_its_curve_with_control_points(curve, phi):
+def test_a_path_equals_its_curve_with_control_points(curve, phi):
     path, t, point = curve.at(phi), torch.tensor([0.1, 0.6]), curve(phi, 0.3)
     assert isinstance(path, Path)
     for name in ("__call__", "velocity", "acceleration"):
@@ -41,7 +41,7 @@ def lines(axes):
     return {line.get_label(): torch.tensor(line.get_xydata()) for line in axes.lines}
 
 
-def test_a_picture_keeps_the_distances_of_a_plane_curve():
+def test_a_plot_preserves_the_distances_of_a_plane_curve():
     curve, turn = Bezier(Flat(5)), rotation(0, 5)
     phi = draw(1, 3, 5) @ turn
     axes = curve.at(phi).plot(Figure().subplots())
@@ -53,7 +53,7 @@ def test_a_picture_keeps_the_distances_of_a_plane_curve():
     assert drawn["control points"][2, 1].item() == pytest.approx(0, abs=1e-12)
 
 
-def test_a_picture_of_a_curved_space_shows_distances_from_the_start():
+def test_a_plot_of_a_curved_space_shows_distances_from_the_start():
     space = SymmetricPositiveDefinite(2)
     curve = Bezier(space)
     phi = control_points(curve, 0)
@@ -64,14 +64,14 @@ def test_a_picture_of_a_curved_space_shows_distances_from_the_start():
 
 
 @pytest.mark.parametrize("end", [2.0, 0.0], ids=["line", "loop"])
-def test_lines_loops_and_points_can_be_drawn(end):
+def test_lines_loops_and_points_can_be_plotted(end):
     drawn = lines(Bezier(Flat(2)).at(torch.tensor([[0.0, 0.0], [1.0, 1.0], [end, end]])).plot(Figure().subplots()))
     assert drawn["control points"].norm(dim=1).tolist() == pytest.approx([0, 2**0.5, end * 2**0.5])
     assert not lines(Bezier(Flat(2)).at(torch.ones(3, 2)).plot(Figure().subplots()))["path"].any()
 
 
 @pytest.mark.parametrize(("curve", "phi"), [*CASES, (Piecewise(Flat(3)), draw(0, 5, 3))])
-def test_a_function_is_drawn_below(curve, phi):
+def test_contours_of_a_function_are_plotted(curve, phi):
     seen = []
 
     def height(point):
@@ -110,7 +110,7 @@ def test_axes_are_created_by_default():
         (lambda: Piecewise(Flat(2)).at(torch.zeros(5, 2)).split(0.5), NotImplementedError, "Piecewise has no split"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, error, words):
+def test_invalid_arguments_are_rejected_by_name(call, error, words):
     with pytest.raises(error, match=words):
         call()
 
@@ -121,7 +121,7 @@ def test_a_long_curve_contains_its_points_in_any_dtype(dtype):
     assert curve.contains(phi, curve(phi, torch.linspace(0, 1, 11))).all()
 
 
-def test_places_whose_entries_share_memory():
+def test_expanded_parameters_are_supported():
     t = torch.tensor(0.5, dtype=torch.float64).expand(4)
     phi = draw(0, 3, 2)
     assert torch.allclose(Bezier(Flat(2)).push(phi, t, torch.ones_like(t)), Bezier(Flat(2)).velocity(phi, t))

@@ -62,7 +62,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=4)
 @given(seeds, st.integers(0, 39))
-def test_a_resumed_fit_is_the_same_bit_for_bit(mode, seed, stop):
+def test_a_resumed_fit_is_bitwise_equal(mode, seed, stop):
     options = {"phases": Phases(steps=(17, 23)), "training": Training(rate=0.05), **MODES[mode], "start": draw(8, 3)}
     whole = fit(CURVE, square, DATA, generator=seeded(seed), **options)
     stopped = replace(options["phases"], callback=lambda step, *_: step == stop)
@@ -75,7 +75,7 @@ def test_a_resumed_fit_is_the_same_bit_for_bit(mode, seed, stop):
     assert rest.converged == whole.converged
 
 
-def test_a_fit_can_be_made_longer():
+def test_a_resumed_fit_can_have_larger_limits():
     whole = fit(CURVE, square, DATA, phases=Phases(steps=(10, 100)), generator=seeded(), **QUICK)
     generator = seeded()
     half = fit(CURVE, square, DATA, phases=Phases(steps=(10, 50)), generator=generator, **QUICK)
@@ -89,7 +89,7 @@ def test_a_fit_can_be_made_longer():
 
 
 @pytest.mark.parametrize("stop", [1, 3, 6, 8])
-def test_a_loader_that_shuffles_with_the_generator_is_resumed_too(stop):
+def test_the_order_of_a_shuffling_loader_is_restored(stop):
     def run(seed, callback=None, **options):
         generator = seeded(seed)
         loader = DataLoader(torch.stack(DATA), batch_size=2, shuffle=True, generator=generator)
@@ -107,7 +107,7 @@ def test_a_loader_that_shuffles_with_the_generator_is_resumed_too(stop):
     assert torch.equal(run(1, resume=half.state).phi, run(0).phi)
 
 
-def test_resuming_on_a_curved_space_is_the_same_bit_for_bit():
+def test_a_resumed_fit_on_a_curved_space_is_bitwise_equal():
     space = Product({"a": Sphere(3), "b": Flat(2)})
     start = space.random_point(generator=seeded(), dtype=torch.float64)
     options = {"start": start, "training": Training(rate=0.05), "generator": seeded()}
@@ -127,13 +127,13 @@ def test_a_file_of_another_kind_is_rejected(tmp_path):
         fit(CURVE, square, DATA, phases=Phases(steps=(10, 100)), resume=tmp_path / "missing", **QUICK)
 
 
-def test_batches_that_are_fewer_than_before_are_refused():
+def test_fewer_batches_than_before_are_rejected():
     half = fit(CURVE, square, DATA, phases=Phases(epochs=(2, 0), callback=lambda step, *_: step == 2), **QUICK)
     with pytest.raises(ArgumentError, match="batches: expected at least the 3 batches of the stopped fit, got 2"):
         fit(CURVE, square, DATA[:2], phases=Phases(epochs=(2, 0)), resume=half.state, **QUICK)
 
 
-def test_a_state_of_other_arguments_is_refused():
+def test_a_state_of_other_arguments_is_rejected():
     half = fit(CURVE, square, DATA, phases=Phases(epochs=(1, 1)), **QUICK)
     with pytest.raises(ArgumentError, match="resume: expected the state of a fit with the same arguments"):
         fit(CURVE, square, DATA, phases=Phases(epochs=(2, 2), alternate=True), resume=half.state, **QUICK)

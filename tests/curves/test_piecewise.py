@@ -50,7 +50,7 @@ def test_each_piece_is_a_bezier_curve_on_a_curved_space(space):
 
 
 @given(seeds, degrees, counts, dtypes)
-def test_ends_are_exact_and_joints_are_met(seed, degree, pieces, dtype):
+def test_ends_and_joints_are_exact(seed, degree, pieces, dtype):
     curve, phi = Piecewise(Flat(3), degree, pieces), draw(seed, degree * pieces + 1, 3, dtype=dtype)
     assert torch.equal(curve(phi, 0.0), phi[0])
     assert torch.equal(curve(phi, 1.0), phi[-1])
@@ -61,7 +61,7 @@ def test_ends_are_exact_and_joints_are_met(seed, degree, pieces, dtype):
 
 
 @given(seeds, st.integers(2, 4), counts)
-def test_smooth_joints_have_one_velocity(seed, degree, pieces):
+def test_the_velocity_at_smooth_joints_is_continuous(seed, degree, pieces):
     curve, phi = Piecewise(Flat(3), degree, pieces), draw(seed, degree * pieces + 1, 3)
     before = phi.clone()
     smooth = curve.smooth(phi)
@@ -76,7 +76,7 @@ def test_smooth_joints_have_one_velocity(seed, degree, pieces):
 
 @CURVED
 @pytest.mark.parametrize("degree", [2, 3])
-def test_smooth_joints_have_one_velocity_on_a_curved_space(space, degree):
+def test_the_velocity_at_smooth_joints_is_continuous_on_a_curved_space(space, degree):
     curve = Piecewise(space, degree, 3)
     smooth = curve.smooth(around(space, 1, 3 * degree + 1, 0.1))
     for k in range(2):
@@ -86,7 +86,7 @@ def test_smooth_joints_have_one_velocity_on_a_curved_space(space, degree):
 
 @settings(max_examples=10)
 @given(seeds, degrees, counts)
-def test_lengths_add_up_and_are_inverted(seed, degree, pieces):
+def test_lengths_are_additive_and_can_be_inverted(seed, degree, pieces):
     curve, phi = Piecewise(Flat(3), degree, pieces), draw(seed, degree * pieces + 1, 3)
     whole = curve.length(phi).item()
     assert sum(curve.piece(phi, k).length().item() for k in range(pieces)) == pytest.approx(whole, rel=1e-12)
@@ -101,7 +101,7 @@ def test_lengths_add_up_and_are_inverted(seed, degree, pieces):
 
 
 @CURVED
-def test_lengths_add_up_on_a_curved_space(space):
+def test_lengths_are_additive_on_a_curved_space(space):
     curve = Piecewise(space, 2, 2)
     phi = around(space, 2, 5)
     assert sum(curve.piece(phi, k).length().item() for k in range(2)) == pytest.approx(
@@ -111,7 +111,7 @@ def test_lengths_add_up_on_a_curved_space(space):
 
 @settings(max_examples=10)
 @given(seeds, degrees, counts)
-def test_the_nearest_place_is_the_best_piece_s(seed, degree, pieces):
+def test_nearest_returns_the_best_of_all_pieces(seed, degree, pieces):
     curve, phi, points = Piecewise(Flat(3), degree, pieces), draw(seed, degree * pieces + 1, 3), draw(seed + 1, 2, 2, 3)
     t, away = curve.nearest(phi, points)
     assert t.shape == away.shape == (2, 2)
@@ -132,12 +132,12 @@ def test_it_is_differentiable_and_an_embedding():
     assert curve == Piecewise(Flat(2), 2, 3) != Piecewise(Flat(2), 3, 2)
 
 
-def test_one_piece_is_the_bezier_curve():
+def test_one_piece_equals_the_bezier_curve():
     phi, t = draw(0, 4, 3), torch.linspace(-0.3, 1.3, 9)
     assert torch.allclose(Piecewise(Flat(3), 3, 1)(phi, t), Bezier(Flat(3), 3)(phi, t), atol=1e-14)
 
 
-def test_past_its_ends_it_extends_the_outer_pieces():
+def test_parameters_outside_the_interval_extrapolate_the_outer_pieces():
     curve, phi = Piecewise(Flat(3), 2, 2), draw(0, 5, 3)
     assert torch.allclose(curve(phi, -0.1), curve.piece(phi, 0)(-0.2))
     assert torch.allclose(curve(phi, 1.1), curve.piece(phi, 1)(1.2))
@@ -156,7 +156,7 @@ def test_past_its_ends_it_extends_the_outer_pieces():
         (lambda: Piecewise(Flat(2)).piece(torch.zeros(5, 2), 2), "k: expected an index from 0 to 1, got 2"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 

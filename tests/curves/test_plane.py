@@ -18,7 +18,7 @@ def squared_norm(theta):
 
 
 @given(seeds, st.integers(2, 5))
-def test_coordinates_keep_distances_and_values_are_taken_at_their_points(seed, degree):
+def test_coordinates_preserve_distances_and_values_belong_to_their_points(seed, degree):
     curve, phi = Bezier(Flat(7), degree), draw(seed, degree + 1, 7)
     seen = []
     picture = plane(curve, phi, lambda theta: seen.append(theta) or squared_norm(theta), resolution=4)
@@ -37,14 +37,14 @@ def test_coordinates_keep_distances_and_values_are_taken_at_their_points(seed, d
 
 
 @given(seeds)
-def test_the_path_is_the_curve(seed):
+def test_the_path_contains_points_of_the_curve(seed):
     curve, phi = Bezier(Flat(4)), draw(seed, 3, 4)
     picture = plane(curve, phi, squared_norm, resolution=2)
     away = curve(phi, torch.linspace(0, 1, 101, dtype=torch.float64)) - phi[0]
     assert picture.path.norm(dim=1).tolist() == pytest.approx(away.norm(dim=1).tolist(), abs=1e-12)
 
 
-def test_it_draws():
+def test_plot_draws_and_returns_the_axes():
     picture = plane(Bezier(Flat(4)), draw(0, 3, 4), squared_norm, resolution=5)
     axes = Figure().subplots()
     assert picture.plot(axes) is axes
@@ -95,7 +95,7 @@ def test_another_curve_is_projected(seed, degree, pieces):
     assert torch.allclose(picture.others["other"], expected, atol=1e-8)
 
 
-def test_a_polygon_has_a_plane_and_itself_for_a_path():
+def test_the_plane_of_a_polygon_contains_the_polygon():
     phi = torch.tensor([[0.0, 0.0, 1.0], [1.0, 1.0, 1.0], [2.0, 0.0, 1.0]])
     picture = plane(Piecewise(Flat(3), 1, 2), phi, squared_norm, resolution=2, others={"it": (Bezier(Flat(3)), phi)})
     assert torch.allclose(picture.path[[0, 25, 50, 100]], torch.tensor([[0, 0], [0.5, 0.5], [1, 1], [2, 0]]).double())
@@ -139,6 +139,6 @@ def test_the_names_of_the_ends_are_configurable():
         ),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

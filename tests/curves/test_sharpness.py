@@ -17,7 +17,7 @@ def quartic(theta, batch):
 
 
 @given(seeds, st.floats(1e-3, 2))
-def test_sam_takes_the_slope_a_radius_uphill(seed, radius):
+def test_sam_evaluates_the_gradient_at_the_ascent_point(seed, radius):
     theta, batch = draw(seed, 5), draw(seed + 1, 5)
     value, slope = sharpness_aware_gradient(Flat(5), quartic, theta, batch, SAM(radius))
     plain, g = sharpness_aware_gradient(Flat(5), quartic, theta, batch)
@@ -27,7 +27,7 @@ def test_sam_takes_the_slope_a_radius_uphill(seed, radius):
 
 
 @given(seeds, st.floats(1e-3, 2))
-def test_asam_takes_it_in_proportion_to_the_parameters(seed, radius):
+def test_asam_scales_the_ascent_step_by_the_parameters(seed, radius):
     """The point maximises the linearised loss over |T⁻¹ε| ≤ ρ: it lies on that ellipsoid, along T² g."""
     theta, g = draw(seed, 5), draw(seed + 1, 5)
     step = ASAM(radius, eta=0.1).perturb(Flat(5), theta, g) - theta
@@ -50,7 +50,7 @@ def test_asam_is_invariant_to_rescaled_coordinates(seed):
 
 
 @pytest.mark.parametrize("space", [Sphere(3), PoincareBall(2)], ids=str)
-def test_on_a_curved_space_the_point_is_at_the_radius(space):
+def test_on_a_curved_space_the_ascent_point_has_the_distance_of_the_radius(space):
     generator = torch.Generator().manual_seed(0)
     theta = space.random_point(generator=generator, dtype=torch.float64)
     batch = draw(1, *space.shape)
@@ -60,7 +60,7 @@ def test_on_a_curved_space_the_point_is_at_the_radius(space):
 
 
 @pytest.mark.parametrize("space", [Sphere(3), PoincareBall(2)], ids=str)
-def test_on_a_curved_space_the_slope_comes_back_as_a_tangent(space):
+def test_on_a_curved_space_the_gradient_is_transported_back(space):
     """As the radius falls it tends to the plain gradient; its error is of first order."""
     theta = space.random_point(generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     batch = draw(1, *space.shape)
@@ -73,13 +73,13 @@ def test_on_a_curved_space_the_slope_comes_back_as_a_tangent(space):
     assert far <= 0.1 * g.norm()
 
 
-def test_a_zero_slope_moves_nothing():
+def test_a_zero_gradient_gives_the_same_point():
     theta = draw(0, 3)
     for sharpness in (SAM(), ASAM()):
         assert torch.equal(sharpness.perturb(Flat(3), theta, torch.zeros(3, dtype=torch.float64)), theta)
 
 
-def test_a_sharp_minimum_is_left():
+def test_sam_leaves_a_sharp_minimum():
     """A bowl with a pit of width .05 in its side: plain descent stays in it, SAM with a radius of .2 does not."""
 
     def loss(theta, batch):
@@ -122,11 +122,11 @@ def test_a_sharp_minimum_is_left():
         ),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
-def test_a_loss_that_is_infinite_uphill_is_named():
+def test_a_nonfinite_loss_at_the_ascent_point_is_reported():
     with pytest.raises(DivergenceError, match="loss: expected a finite value at the ascent point .* got inf"):
         sharpness_aware_gradient(Flat(1), lambda theta, batch: 1 / (2 - theta.sum()), torch.ones(1), None, SAM(1.0))

@@ -61,7 +61,7 @@ def thin(seed, k, size, height):
 
 
 @given(seeds, dtypes)
-def test_two_vertices_make_a_chord(seed, dtype):
+def test_a_simplex_of_two_vertices_is_the_chord(seed, dtype):
     simplex, phi, t = Simplex(Flat(6), 2), draw(seed, 2, 6, dtype=dtype), place(seed, 2)
     # Summed in float64 and rounded once.
     exact = t[0] * phi[0].double() + t[1] * phi[1].double()
@@ -79,7 +79,7 @@ def test_weights_are_a_partition_of_unity(seed, k, dtype):
 
 
 @given(seeds, dimensions)
-def test_a_batch_is_a_loop_and_single_precision_is_rounded_once(seed, k):
+def test_a_batch_equals_a_loop_and_float32_is_rounded_once(seed, k):
     simplex, phi, x = Simplex(Flat(3), k + 1), draw(seed, k + 1, 3, dtype=torch.float32), place(seed, k + 1, 2, 4)
     together = simplex(phi, x)
     assert together.shape == (2, 4, 3)
@@ -110,7 +110,7 @@ FLAT_ONES = [
 
 
 @pytest.mark.parametrize("phi", FLAT_ONES)
-def test_a_degenerate_simplex_has_no_volume_and_no_nan(phi):
+def test_a_degenerate_simplex_has_volume_zero_and_finite_gradients(phi):
     simplex, phi = Simplex(Flat(phi.shape[1]), len(phi)), phi.double().requires_grad_()
     assert simplex.log_volume(phi).item() == -math.inf
     assert simplex.volume(phi).item() == 0
@@ -123,7 +123,7 @@ def test_a_degenerate_simplex_has_no_volume_and_no_nan(phi):
     assert simplex.contains(phi, phi.detach().mean(0))
 
 
-def test_a_point_is_a_simplex():
+def test_a_single_vertex_is_a_simplex():
     simplex, phi = Simplex(Flat(2), 1), draw(0, 1, 2)
     assert torch.equal(simplex(phi, torch.ones(1)), phi[0])
     assert torch.equal(simplex.sample(3), torch.ones(3, 1, dtype=torch.float64))
@@ -134,7 +134,7 @@ def test_a_point_is_a_simplex():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_million_parameters(dtype):
+def test_volumes_of_a_million_parameters_are_accurate(dtype):
     small = draw(0, 5, 1000, dtype=dtype)
     large = small.repeat(1, 1000)
     simplex = Simplex(Flat(10**6), 5)
@@ -147,7 +147,7 @@ def test_a_million_parameters(dtype):
 
 @settings(max_examples=10)
 @given(seeds, dimensions)
-def test_scipy_finds_nothing_nearer(seed, k):
+def test_nearest_agrees_with_scipy(seed, k):
     simplex, phi, point = Simplex(Flat(3), k + 1), draw(seed, k + 1, 3), draw(seed + 1, 3, scale=2.0)
     _, distance = simplex.nearest(phi, point)
     a, b = phi.numpy(), point.numpy()
@@ -167,7 +167,7 @@ def test_scipy_finds_nothing_nearer(seed, k):
 
 @settings(max_examples=10)
 @given(seeds, st.integers(1, 4), st.floats(-12, 0))
-def test_nearest_keeps_its_digits_on_thin_simplices(seed, k, exponent):
+def test_nearest_is_accurate_on_thin_simplices(seed, k, exponent):
     phi = thin(seed, k, k + 2, 10.0**exponent)
     simplex, x = Simplex(Flat(k + 2), k + 1), place(seed, k + 1, 4)
     _, distances = simplex.nearest(phi, x @ phi)
@@ -218,7 +218,7 @@ def test_a_new_vertex_adds_a_coordinate(seed, k):
 
 @settings(max_examples=8)
 @given(seeds, st.integers(1, 4))
-def test_push_pull_and_metric_belong_together(seed, k):
+def test_push_pull_and_metric_are_consistent(seed, k):
     simplex, phi, x = Simplex(Flat(5), k + 1), draw(seed, k + 1, 5), place(seed, k + 1, 3)
     u, w = draw(seed + 1, 3, k + 1), draw(seed + 2, 3, 5)
     pushed = simplex.push(phi, x, u)
@@ -234,7 +234,7 @@ def test_push_pull_and_metric_belong_together(seed, k):
     assert (torch.linalg.eigvalsh(metric) >= -1e-13 * metric.abs().max()).all()
 
 
-def test_ensembles_keep_no_derivative_and_one_model():
+def test_ensembles_have_no_derivatives_and_store_one_model():
     simplex, phi = Simplex(Flat(3), 3), draw(0, 3, 3, dtype=torch.float32).requires_grad_()
     seen = []
     out = simplex.ensemble(phi, lambda theta: seen.append(theta.shape) or theta.softmax(0), 5, generator=generator(0))
@@ -244,7 +244,7 @@ def test_ensembles_keep_no_derivative_and_one_model():
     assert out.sum().item() == pytest.approx(1, abs=1e-6)
 
 
-def test_it_is_a_value_that_sees_places_only_where_it_may():
+def test_instances_are_compared_by_value_and_vmap_is_supported():
     assert Simplex(Flat(2), 3) == Simplex(Flat(2), 3) != Simplex(Flat(2), 4)
     assert {Simplex(Flat(2), 3)} == {Simplex(Flat(2), 3)}
     assert Simplex(Flat(2), 3).domain == (3,)
@@ -301,13 +301,13 @@ NAN = float("nan")
         (lambda: TRIANGLE.ensemble(PHI, lambda theta: theta.long(), 2), "predict: expected a floating tensor"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_predictions_of_changing_shape_are_refused():
+def test_predictions_of_different_shapes_are_rejected():
     sizes = iter([2, 3])
     with pytest.raises(ArgumentError, match=r"predict: expected shape \(2\), got \(3,\)"):
         TRIANGLE.ensemble(PHI, lambda theta: torch.zeros(next(sizes)), 2)

@@ -74,7 +74,7 @@ def test_curved_points_are_stationary_and_equivariant(space, seed):
 
 @pytest.mark.parametrize("space", [*CURVED, SpecialOrthogonal(3), Lorentz(2)], ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_curved_derivatives_are_those_of_the_map(space, seed):
+def test_curved_derivatives_match_finite_differences(space, seed):
     phi, x, simplex = vertices(space, seed, 3), place(seed, 3), Simplex(space, 3)
     u = draw(seed, 3)
     w = torch.stack([space.random_tangent(p, generator(seed + i)) for i, p in enumerate(phi)]) / scale(phi)
@@ -99,7 +99,7 @@ def test_curved_derivatives_are_those_of_the_map(space, seed):
 
 
 @pytest.mark.parametrize("space", CURVED, ids=str)
-def test_curved_derivatives_belong_together_under_every_transform(space):
+def test_curved_derivatives_agree_for_every_transform(space):
     phi, x, simplex = vertices(space, 3, 3), place(3, 3, 4), Simplex(space, 3)
     u, w = draw(0, 4, 3), draw(1, 4, *space.shape)
     pushed, axes = simplex.push(phi, x, u), tuple(range(1, w.ndim))
@@ -117,7 +117,7 @@ def test_curved_derivatives_belong_together_under_every_transform(space):
     assert (pulled * tangent).sum().item() == pytest.approx((w * slope).sum().item(), abs=1e-10 * scale(phi))
 
 
-def test_curved_simplices_of_products_are_those_of_their_factors():
+def test_curved_simplices_of_products_agree_with_their_factors():
     space = Product({"a": Sphere(3), "b": Flat(2), "c": Power(Sphere(3), (2,))})
     a, b, c = (
         vertices(Sphere(3), 0, 3),

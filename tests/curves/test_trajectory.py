@@ -48,7 +48,7 @@ def elevated_chord(start, end, degree):
 
 
 @given(seeds, degrees, st.integers(0, 30), times, dtypes, scales)
-def test_what_is_streamed_is_least_squares_on_stored_points(seed, degree, more, time, dtype, scale):
+def test_the_streamed_fit_equals_least_squares_on_stored_points(seed, degree, more, time, dtype, scale):
     path = walk(seed, degree + more, dtype, scale)
     phi = streamed(path, degree, time)
     stored = Bezier(Flat(P), degree).through(path.double(), places(path, time), fixed_ends=True)
@@ -72,7 +72,7 @@ def test_a_known_number_of_steps_gives_the_same_fit(seed, degree, more, dtype):
 
 @pytest.mark.parametrize("time", ["steps", "length"])
 @pytest.mark.parametrize("degree", [2, 3, 10])
-def test_long_paths_lose_no_digits(degree, time):
+def test_fits_of_long_paths_are_accurate(degree, time):
     path = walk(3, 150)
     stored = Bezier(Flat(P), degree).through(path, places(path, time), fixed_ends=True)
     # As measured for 1,000 points, with a factor of 10 to 30.
@@ -81,7 +81,7 @@ def test_long_paths_lose_no_digits(degree, time):
 
 
 @given(seeds, degrees, st.integers(0, 20))
-def test_a_curve_that_is_seen_is_found_again(seed, degree, more):
+def test_points_of_a_curve_recover_the_curve(seed, degree, more):
     curve = Bezier(Flat(P), degree)
     phi = draw(seed, degree + 1, P)
     path = curve(phi, torch.linspace(0, 1, degree + more + 1, dtype=torch.float64))
@@ -115,7 +115,7 @@ def test_a_fit_by_length_is_scale_equivariant(scale):
     assert relative(streamed(scale * path, 3, "length") / scale, streamed(path, 3, "length")) <= 1e-9
 
 
-def test_by_length_points_that_are_seen_twice_count_twice():
+def test_repeated_points_count_twice_in_a_fit_by_length():
     path = walk(9, 8).repeat_interleave(2, dim=0)[1:]
     stored = Bezier(Flat(P), 3).through(path, places(path, "length"), fixed_ends=True)
     assert relative(streamed(path, 3, "length"), stored) <= 1e-9
@@ -139,7 +139,7 @@ def test_a_path_of_length_zero_gives_its_point(degree, time):
     assert torch.equal(streamed(still[:1], degree, told=True), still[: degree + 1])
 
 
-def test_by_length_points_that_coincide_determine_nothing():
+def test_equal_points_give_the_chord_in_a_fit_by_length():
     """Three different places between the ends are free points enough for degree 4, two are not."""
     corners = draw(2, 5, P)
     for count, degree in ((5, 4), (4, 4), (3, 3)):
@@ -148,7 +148,7 @@ def test_by_length_points_that_coincide_determine_nothing():
         assert (relative(streamed(path, degree, "length"), chord) <= 1e-14) == (count < degree + 1)
 
 
-def test_steps_that_grow_beyond_all_measure_do_not_overflow_on_the_way():
+def test_rapidly_growing_steps_do_not_overflow():
     path = torch.outer(10.0 ** torch.arange(0, 150, 10, dtype=torch.float64), draw(4, P))
     # Seen from its end it begins with a jump; and there are no squares of lengths above 1e154.
     for far in (path, 1e100 * path):
@@ -216,7 +216,7 @@ WRONG |= {LengthOfSquares: "length"}
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_fit_is_not_least_squares(kind):
+def test_mutants_of_the_fit_differ_from_least_squares(kind):
     path = walk(1, 12)
     told = WRONG[kind] == "told"
     time = "steps" if told else WRONG[kind]
@@ -237,7 +237,7 @@ def curved_walk(space, steps=12):
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_on_a_curved_space_squares_are_of_tangents_at_the_start(space):
+def test_on_a_curved_space_the_fit_uses_tangents_at_the_start(space):
     path = curved_walk(space)
     tangents = torch.stack([space.log(path[0], point) for point in path]).flatten(1)
     phi = streamed(path, 3, space=space)
@@ -250,7 +250,7 @@ def test_on_a_curved_space_squares_are_of_tangents_at_the_start(space):
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
 @pytest.mark.parametrize("time", ["steps", "length"])
-def test_of_a_geodesic_the_control_points_are_those_of_the_chord(space, time):
+def test_the_fit_of_a_geodesic_is_the_chord(space, time):
     path = curved_walk(space)
     line = geodesic(space, path[0], path[-1], torch.linspace(0, 1, 20, dtype=torch.float64))
     phi = streamed(line, 3, time, space)
@@ -258,7 +258,7 @@ def test_of_a_geodesic_the_control_points_are_those_of_the_chord(space, time):
         assert (phi[i] - geodesic(space, path[0], path[-1], i / 3)).abs().max() <= 1e-10
 
 
-def test_on_a_curved_space_lengths_are_its_own():
+def test_on_a_curved_space_lengths_use_its_distance():
     space = Sphere(P)
     path = curved_walk(space)
     turned = rotation(5, P)
@@ -266,7 +266,7 @@ def test_on_a_curved_space_lengths_are_its_own():
     assert relative(streamed(path, 3, "length", space), streamed(path, 3, "steps", space)) >= 1e-4
 
 
-def test_leaves_are_each_on_their_own():
+def test_each_leaf_is_fitted_separately():
     space = ParameterSpace.of_state_dict({"a": torch.ones(3).double(), "b": torch.ones(2).double()}, {"a": Sphere(3)})
     generator = torch.Generator().manual_seed(1)
     start = space.random_point(generator=generator, dtype=torch.float64)
@@ -287,7 +287,7 @@ def cornered(path, pieces, space=None):
 
 
 @given(seeds, st.integers(1, 9), st.integers(1, 40))
-def test_corners_are_on_the_way_at_even_shares_of_its_steps(seed, pieces, steps):
+def test_vertices_are_at_equal_fractions_of_the_steps(seed, pieces, steps):
     path = walk(seed, steps)
     whole = Piecewise(Flat(P), degree=1, pieces=steps)
     shares = torch.arange(1, pieces + 1, dtype=torch.float64) / pieces
@@ -299,7 +299,7 @@ def test_corners_are_on_the_way_at_even_shares_of_its_steps(seed, pieces, steps)
             assert torch.equal(points[i - 1], path[i * steps // pieces])
 
 
-def test_corners_of_a_curved_way_are_on_its_geodesics():
+def test_vertices_on_a_curved_space_are_on_geodesics():
     space = Sphere(P)
     path = curved_walk(space, steps=3)
     first, last = cornered(path, 2, space)
@@ -307,7 +307,7 @@ def test_corners_of_a_curved_way_are_on_its_geodesics():
     assert torch.equal(last, path[-1])
 
 
-def test_corners_of_no_step_are_the_start_and_of_another_number_are_refused():
+def test_vertices_without_steps_are_the_start_and_other_numbers_are_rejected():
     start = draw(0, P)
     assert torch.equal(cornered(start[None], 3), start.expand(3, P))
     path = PathPoints(Flat(P), start, 2, steps=3)
@@ -340,7 +340,7 @@ def test_invalid_arguments_are_rejected_by_name(make, words):
         make()
 
 
-def test_a_watch_sees_the_end_after_every_step_of_the_first_phase_and_costs_no_copy():
+def test_watch_receives_the_end_after_every_step_of_the_first_phase():
     seen = []
     held = set()
 

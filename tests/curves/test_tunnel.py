@@ -93,7 +93,7 @@ def test_the_frame_is_orthonormal_and_normal(seed, degree):
 
 @pytest.mark.parametrize("t", [1 / 3, 1.0])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_frame_is_of_fourth_order(seed, t):
+def test_the_frame_converges_with_fourth_order(seed, t):
     control = span(draw(seed, 4, 6))[1]
     exact, start, at = transported(control, t), torch.eye(3).double()[:, 1:], torch.tensor(t, dtype=torch.float64)
     errors = [
@@ -103,7 +103,7 @@ def test_the_frame_is_of_fourth_order(seed, t):
     assert abs(math.log(errors[0] / errors[2], 16) - 4) <= 0.1, errors
 
 
-def test_the_frame_does_not_turn_about_the_curve():
+def test_the_frame_is_rotation_minimising():
     control, start, t = span(draw(0, 4, 3))[1], torch.eye(3).double()[:, 1:], torch.linspace(0.01, 0.99, 40).double()
     twists = []
     for steps in (16, 64):
@@ -130,7 +130,7 @@ def test_the_frame_is_continuous_at_grid_points(seed):
 
 @few
 @given(seeds, st.integers(1, 5))
-def test_speed_curvature_and_length_are_those_of_a_fine_grid(seed, degree):
+def test_speed_curvature_and_length_agree_with_a_fine_grid(seed, degree):
     control, t = coordinates(draw(seed, degree + 1, 8)), torch.linspace(0, 1, 4001).double()
     speed, bend = derivative(control, t).norm(dim=-1), curvature_vector(control, t).norm(dim=-1)
     # The true extremum is beyond the grid's, by at most half the grid's largest step.
@@ -146,7 +146,7 @@ def test_speed_curvature_and_length_are_those_of_a_fine_grid(seed, degree):
 
 
 @given(seeds, st.integers(1, 4))
-def test_coordinates_keep_distances(seed, degree):
+def test_coordinates_preserve_distances(seed, degree):
     phi = draw(seed, degree + 1, 12) + 10
     apart = torch.cdist(coordinates(phi), coordinates(phi), compute_mode="donot_use_mm_for_euclid_dist")
     assert relative(apart, torch.cdist(phi, phi, compute_mode="donot_use_mm_for_euclid_dist")) <= 1e-13
@@ -156,7 +156,7 @@ def test_coordinates_keep_distances(seed, degree):
 
 
 @pytest.mark.parametrize("name", CUBICS)
-def test_the_volume_is_what_quasi_monte_carlo_counts(name):
+def test_the_volume_agrees_with_quasi_monte_carlo(name):
     tunnel, phi = case(name)
     radius = tunnel.radius * (phi[-1] - phi[0]).norm()
     low, high = phi.amin(0) - radius, phi.amax(0) + radius
@@ -257,7 +257,7 @@ def quantiles(tunnel, phi, count):
 
 
 @pytest.mark.parametrize("form", ["ambient", "subspace"])
-def test_draws_by_volume_have_its_density(form):
+def test_samples_by_volume_have_the_density_of_the_volume_element(form):
     tunnel, phi = case("helix", form)
     count, cells = 20000, 20
     x = tunnel.sample_in(phi, count, generator=generator(), uniform="volume")
@@ -275,7 +275,7 @@ def test_draws_by_volume_have_its_density(form):
 
 
 @pytest.mark.parametrize("form", ["ambient", "subspace"])
-def test_draws_by_volume_fill_the_image_evenly(form):
+def test_samples_by_volume_are_uniform_on_the_image(form):
     tunnel, phi = case("arc") if form == "ambient" else case("helix", form)
     radius = tunnel.radius * (phi[-1] - phi[0]).norm()
     low, high = phi.amin(0) - radius, phi.amax(0) + radius
@@ -291,7 +291,7 @@ def test_draws_by_volume_fill_the_image_evenly(form):
 
 @few
 @given(seeds, forms, st.sampled_from(["product", "volume"]), st.integers(1, 4))
-def test_draws_are_contained(seed, form, uniform, degree):
+def test_samples_are_contained_in_the_tunnel(seed, form, uniform, degree):
     tunnel, phi = random_case(seed, form, degree=degree)
     x = tunnel.sample_in(phi, 3, 4, generator=generator(seed), uniform=uniform)
     assert x.shape == (3, 4, *tunnel.domain)
@@ -300,7 +300,7 @@ def test_draws_are_contained(seed, form, uniform, degree):
     assert (x[..., 1:].norm(dim=-1) <= limit * (1 + 8 * EPS)).all()
 
 
-def test_the_ball_is_filled_uniformly():
+def test_samples_are_uniform_in_the_ball():
     tunnel = Tunnel(Bezier(Flat(4), 4), 0.5, "subspace")
     x = tunnel.sample(20000, generator=generator())
     assert stats.kstest(x[:, 0].numpy(), "uniform").pvalue > 1e-6
@@ -313,14 +313,14 @@ def test_the_ball_is_filled_uniformly():
 
 @few
 @given(seeds)
-def test_ambient_draws_are_normal_to_the_curve(seed):
+def test_ambient_samples_are_normal_to_the_curve(seed):
     tunnel, phi = random_case(seed, "ambient", size=50)
     x = tunnel.sample_in(phi, 10, generator=generator(seed))
     velocity, xi = tunnel.curve.velocity(phi, x[:, 0]), x[:, 1:]
     assert ((velocity * xi).sum(-1).abs() <= 50 * EPS * velocity.norm(dim=-1) * xi.norm(dim=-1)).all()
 
 
-def test_a_draw_repeats_with_its_generator_and_needs_none():
+def test_samples_follow_the_generator_which_is_optional():
     tunnel, phi = case("helix")
     draws = [tunnel.sample_in(phi, 3, generator=generator(5)) for _ in range(2)]
     assert torch.equal(*draws)
@@ -328,7 +328,7 @@ def test_a_draw_repeats_with_its_generator_and_needs_none():
     assert case("helix", "subspace")[0].sample(2).shape == (2, 3)
 
 
-def test_a_million_parameters_need_a_few_vectors():
+def test_a_million_parameters_need_the_memory_of_a_few_vectors():
     size, batch = 10**6, 2
     tunnel, phi = Tunnel(Bezier(Flat(size), 3), 0.05), draw(0, 4, size, dtype=torch.float32)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -345,7 +345,7 @@ def test_a_million_parameters_need_a_few_vectors():
 
 @few
 @given(seeds, forms)
-def test_nearest_finds_the_place_of_a_point_inside(seed, form):
+def test_nearest_inverts_the_embedding_for_points_inside(seed, form):
     tunnel, phi = random_case(seed, form, size=4)
     x = tunnel.sample_in(phi, 10, generator=generator(seed))
     place, gap = tunnel.nearest(phi, tunnel(phi, x))
@@ -375,7 +375,7 @@ def test_nearest_is_the_nearest_of_all_disks(seed, form):
     assert (grid <= gap + step).all()
 
 
-def test_points_off_the_subspace_are_outside_it():
+def test_points_off_the_subspace_are_not_contained():
     tunnel, phi = Tunnel(Bezier(Flat(4), 3), 0.05, "subspace"), draw(0, 4, 4)
     point = tunnel(phi, torch.tensor([0.3, 0.01, 0.02]).double())
     off = torch.linalg.svd(phi[1:] - phi[0]).Vh[-1]
@@ -411,7 +411,7 @@ def test_a_tunnel_without_a_radius_is_the_curve(seed, form):
 
 @few
 @given(seeds, forms)
-def test_tunnels_move_with_their_control_points(seed, form):
+def test_tunnels_are_equivariant(seed, form):
     tunnel, phi = random_case(seed, form, size=4)
     q, shift, scale = rotation(seed, 4), draw(seed, 4), 3.0
     moved, points = scale * phi @ q + shift, draw(seed + 1, 20, 4)
@@ -440,7 +440,7 @@ def test_a_collapsed_tunnel_is_one_point(seed, form):
     assert tunnel.volume(phi) == 0
 
 
-def test_float32_control_points_hold_to_their_rounding():
+def test_float32_control_points_are_accurate_to_their_rounding():
     for form in ("ambient", "subspace"):
         tunnel, phi = random_case(3, form)
         single = phi.float()
@@ -502,7 +502,7 @@ def test_a_cusp_is_rejected_with_its_parameter(points, t):
 
 
 @given(seeds)
-def test_what_learns_an_ambient_tunnel_is_the_outer_product_with_the_weights(seed):
+def test_pull_phi_of_an_ambient_tunnel_is_an_outer_product_with_the_weights(seed):
     tunnel, phi = random_case(seed, "ambient")
     x, w = tunnel.sample_in(phi, 3, generator=generator(seed)), draw(seed, 3, 5)
     expected = sum(
@@ -513,7 +513,7 @@ def test_what_learns_an_ambient_tunnel_is_the_outer_product_with_the_weights(see
 
 
 @pytest.mark.parametrize("form", ["ambient", "subspace"])
-def test_derivatives_are_those_of_the_map(form):
+def test_derivatives_match_finite_differences(form):
     tunnel, phi = random_case(0, form, size=4)
     x = tunnel.sample_in(phi, 3, generator=generator())
     assert torch.autograd.gradcheck(tunnel, (phi.requires_grad_(), x.requires_grad_()))
@@ -534,7 +534,7 @@ def test_the_mean_loss_over_a_tunnel_is_learned(form):
     assert losses[-1] <= 0.1 * losses[0]
 
 
-def test_a_profile_is_flat_where_a_function_is_linear():
+def test_the_profile_of_a_linear_function_is_exact_on_the_curve():
     tunnel, phi = case("helix")
     slope = draw(0, 3)
     t, mean, top = tunnel.profile(phi, lambda theta: theta @ slope, points=5, draws=200, generator=generator())
@@ -549,7 +549,7 @@ def test_a_profile_is_flat_where_a_function_is_linear():
 # Curved spaces
 
 
-def test_on_a_sphere_points_lie_at_their_distance_from_the_curve():
+def test_on_a_sphere_points_have_the_distance_of_their_coordinates():
     space = Sphere(4)
     phi = space.project(torch.tensor([[1, 0, 0, 0], [1, 1, 0.5, 0], [0, 1, 0, 0.2]]).double())
     tunnel = Tunnel(Bezier(space, 2), 0.1)
@@ -573,7 +573,7 @@ def test_the_ball_of_a_curved_space_has_its_normal_dimensions():
     assert stats.kstest(part.square().numpy(), "uniform").pvalue > 1e-6
 
 
-def test_draws_are_orthogonal_in_the_metric_of_the_space():
+def test_samples_are_orthogonal_in_the_metric_of_the_space():
     space = SymmetricPositiveDefinite(2)
     phi = space.random_point(3, generator=generator(), dtype=torch.float64)
     tunnel = Tunnel(Bezier(space, 2), 0.1)
@@ -632,24 +632,24 @@ TUNNEL, LINE = Tunnel(CURVE, 0.05, "subspace"), torch.tensor([0.0, 1.0, 2.0, 4.0
         (lambda: TUNNEL.profile(PHI, lambda theta: 0.0, draws=0), "draws: expected an integer >= 1, got 0"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
-def test_it_is_a_value():
+def test_instances_are_compared_and_hashed_by_value():
     assert Tunnel(CURVE, 0.05) == Tunnel(CURVE, 0.05) != Tunnel(CURVE, 0.06)
     assert hash(Tunnel(CURVE, 1)) == hash(Tunnel(CURVE, 1.0))
     assert (TUNNEL.size, TUNNEL.domain, Tunnel(CURVE, 0.1).domain, TUNNEL.space) == (4, (3,), (4,), Flat(3))
 
 
-def test_vmap_sees_through_a_call():
+def test_vmap_is_supported():
     x = TUNNEL.sample(4, generator=generator())
     assert torch.allclose(torch.func.vmap(lambda place: TUNNEL(PHI, place))(x), TUNNEL(PHI, x), atol=1e-14)
 
 
 @pytest.mark.parametrize("form", ["ambient", "subspace"])
-def test_no_places_and_no_points_are_batches_too(form):
+def test_empty_batches_are_supported(form):
     tunnel, phi = case("helix", form)
     for uniform in ("product", "volume"):
         assert tunnel.sample_in(phi, 2, 0, uniform=uniform).shape == (2, 0, *tunnel.domain)
@@ -666,7 +666,7 @@ def test_a_line_of_one_parameter_has_no_normal_space():
     assert tunnel.contains(phi, torch.tensor([[1.5], [3.01]]).double()).tolist() == [True, False]
 
 
-def test_a_tunnel_whose_curve_rests_contains_that_point():
+def test_a_tunnel_contains_points_with_zero_velocity():
     e = torch.eye(3, dtype=torch.float64)
     tunnel = Tunnel(Bezier(Sphere(3)), 0.1)
     assert tunnel.contains(tunnel.collapse(e[0]), e[0])

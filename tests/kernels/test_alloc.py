@@ -50,12 +50,12 @@ def test_large_results_request_huge_pages(huge_pages_advised, make):
 
 @needs_pages
 @pytest.mark.parametrize("make", [empty_like, copy_tensor, lambda x: TensorList([x] * 3).new_empty()[0]])
-def test_small_results_are_not(huge_pages_advised, make):
+def test_small_results_request_no_huge_pages(huge_pages_advised, make):
     assert not huge_pages_advised(make(torch.zeros(HUGE_PAGE_BYTES // 8 - 1)))
 
 
 @needs_pages
-def test_the_system_knows_of_it():
+def test_the_kernel_reports_the_request():
     with open("/sys/kernel/mm/transparent_hugepage/enabled") as words:
         if "[never]" in words.read():
             pytest.skip("the system has no huge pages")
@@ -101,7 +101,7 @@ def test_small_or_foreign_memory_is_not_advised(make, monkeypatch):
     assert empty_like(tensor).shape == tensor.shape
 
 
-def test_transforms_and_the_compiler_pass_through():
+def test_vmap_and_compile_are_supported():
     x = torch.zeros(2, MANY)
     assert torch.func.vmap(lambda row: in_huge_pages(row) + 1)(x).shape == x.shape
     assert torch.compile(in_huge_pages, backend="eager")(x).shape == x.shape

@@ -90,7 +90,7 @@ def test_vectors_are_written_into_pieces(piece):
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_later_goal_reads_a_vector_as_it_was():
+def test_a_later_combination_reads_the_old_values_of_a_vector():
     vector = torch.zeros(10)
     first, second = TensorList([torch.zeros(5), vector[5:]]), TensorList([torch.zeros(5), torch.zeros(5)])
     ones = TensorList([torch.ones(5), torch.ones(5)])
@@ -103,12 +103,12 @@ def test_a_later_goal_reads_a_vector_as_it_was():
     assert not torch.cat([*second]).any()
 
 
-def test_a_target_has_the_lengths_of_the_operands():
+def test_a_target_must_have_the_lengths_of_the_operands():
     with pytest.raises(ArgumentError, match="out: expected 10 entries, got 9"):
         LinearCombination.of(None, [torch.zeros(10)], [[1.0]], [None], TensorList([torch.zeros(9)]))
 
 
-def test_a_saved_tensor_notices_that_it_was_written():
+def test_overwriting_a_saved_tensor_raises_an_error_in_backward():
     x = torch.ones(3, requires_grad=True)
     square = x * x
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_a_saved_tensor_notices_that_it_was_written():
 
 
 @pytest.mark.skipif("cpu" not in available_backends(), reason="no compiler")
-def test_goals_on_any_number_of_threads_are_the_same(monkeypatch):
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
     monkeypatch.setattr(cpu, "MAX_SERIAL_ENTRIES", 0)
     found = []
     threads = torch.get_num_threads()

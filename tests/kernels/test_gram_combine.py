@@ -32,7 +32,7 @@ def entries_of(row):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(seed=seeds, count=st.integers(1, 9), goals=st.integers(1, 3), alike=st.booleans(), lists=st.booleans())
-def test_results_are_those_of_gram_and_combine(backend, seed, count, goals, alike, lists):
+def test_results_equal_those_of_gram_and_combine(backend, seed, count, goals, alike, lists):
     pick = np.random.default_rng(seed)
     dtypes = [DTYPES[0 if alike else i] for i in pick.integers(4, size=count + 1)]
     vectors = [vector_of(seed + 31 * j, dtype) for j, dtype in enumerate(dtypes)]
@@ -97,7 +97,7 @@ def test_any_number_of_threads_gives_the_same_bits(size, monkeypatch):
 
 
 @pytest.mark.skipif("cpu" not in available_backends(), reason="no compiler")
-def test_a_row_beyond_the_range_of_float64_is_measured():
+def test_a_row_out_of_range_is_rescaled():
     tiny = torch.full((5,), 1e-200, dtype=torch.float64)
     rows = as_operands([tiny, torch.ones(5, dtype=torch.float64)])
     target = torch.empty(5, dtype=torch.float64)
@@ -107,7 +107,7 @@ def test_a_row_beyond_the_range_of_float64_is_measured():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_may_be_cut_otherwise_than_those_of_a_combination(backend):
+def test_rows_and_combinations_may_have_different_pieces(backend):
     vector, pieces = torch.arange(6.0), TensorList([torch.ones(2), torch.ones(4)])
     target = TensorList([torch.empty(2), torch.empty(4)])
     before = set_backend(backend)

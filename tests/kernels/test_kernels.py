@@ -30,7 +30,7 @@ def test_gram_is_the_float64_product_of_the_differences(seed, size, k, dtype):
 
 
 @given(seeds, scales)
-def test_gram_keeps_the_digits_of_a_small_drift(seed, scale):
+def test_gram_of_a_small_drift_is_accurate(seed, scale):
     base = draw(seed, 1000, dtype=torch.float32, scale=scale)
     near = base + draw(seed + 1, 1000, dtype=torch.float32, scale=1e-4 * scale)
     found = gram([near], minus=base)[0, 0, 0].item()
@@ -42,7 +42,7 @@ def test_gram_keeps_the_digits_of_a_small_drift(seed, scale):
 
 
 @given(seeds, st.lists(st.integers(0, 20000), min_size=1, max_size=4))
-def test_segments_are_the_gram_matrices_of_the_pieces(seed, lengths):
+def test_each_segment_has_the_gram_matrix_of_its_entries(seed, lengths):
     rows = draw(seed, 3, sum(lengths))
     found = gram(rows, segments=lengths)
     for piece, matrix in zip(rows.split(lengths, dim=1), found, strict=True):
@@ -80,7 +80,7 @@ def test_combine_does_not_read_a_row_whose_coefficient_is_zero():
 
 
 @given(seeds, st.lists(st.integers(0, 50), min_size=1, max_size=4))
-def test_combine_takes_coefficients_for_each_segment(seed, lengths):
+def test_combine_accepts_coefficients_for_each_segment(seed, lengths):
     base, rows, c = draw(seed, sum(lengths)), draw(seed + 1, 2, sum(lengths)), draw(seed + 2, len(lengths), 2)
     pieces = zip(base.split(lengths), rows.split(lengths, dim=1), c, strict=True)
     expected = torch.cat([combine(piece, lines, line) for piece, lines, line in pieces])
@@ -88,7 +88,7 @@ def test_combine_takes_coefficients_for_each_segment(seed, lengths):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_float64_row_that_is_not_finite_is_not_multiplied_again(value, monkeypatch):
+def test_a_nonfinite_float64_row_is_not_rescaled(value, monkeypatch):
     rows = draw(0, 3, 50)
     expected = gram(rows[1:])
     rows[0, 7] = value
@@ -117,7 +117,7 @@ def _energy(base, rows, coefficients):
     return gram([combine(base, rows, coefficients, minus=base)])[0, 0, 0]
 
 
-def test_derivatives_are_not_silent_zeros():
+def test_gram_and_combine_pass_gradcheck():
     base, rows, coefficients = draw(0, 6), draw(1, 2, 6), draw(2, 2)
     inputs = [t.clone().requires_grad_() for t in (base, rows, coefficients)]
     assert torch.autograd.gradcheck(_energy, inputs)
@@ -131,13 +131,13 @@ def test_a_jvp_through_combine_equals_a_finite_difference():
     assert slope.item() == pytest.approx(((ahead - behind) / (2 * h)).item(), rel=1e-8)
 
 
-def test_coefficients_in_a_list_carry_their_derivatives():
+def test_coefficients_in_a_list_are_differentiable():
     row = draw(0, 5)
     _, slope = torch.func.jvp(lambda c: combine(None, [row], [c]), (torch.tensor(2.0),), (torch.tensor(1.0),))
     assert torch.equal(slope, row)
 
 
-def test_a_traced_gram_matrix_is_symmetric_too():
+def test_a_gram_matrix_with_autograd_is_symmetric():
     found = gram(draw(0, 7, 1001, dtype=torch.float32).requires_grad_())[0]
     assert torch.equal(found, found.mT)
 
@@ -148,7 +148,7 @@ def test_an_out_tracked_by_autograd_is_rejected():
         combine(None, [draw(1, 3)], [1.0], out=out)
 
 
-def test_forward_mode_reaches_a_gram_matrix():
+def test_a_gram_matrix_supports_forward_mode():
     rows, direction = draw(1, 2, 6), draw(2, 2, 6)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(rows, direction)
@@ -207,18 +207,18 @@ def test_coefficients_are_numbers_of_any_kind(kind):
     assert combine(None, rows[:, :0], kind([]) if kind in (tuple, list) else kind(lines)[:0], segments=[]).shape == (0,)
 
 
-def test_coefficients_are_not_rounded_where_a_derivative_is_followed():
+def test_coefficients_are_not_rounded_with_autograd():
     row = torch.ones(3, dtype=torch.float64, requires_grad=True)
     assert combine(None, [row], [0.1])[0].item() == 0.1
     assert combine(None, [row], [[0.1], [0.3]], segments=[1, 2]).tolist() == [0.1, 0.3, 0.3]
 
 
-def test_a_row_with_coefficient_zero_is_left_out_of_a_derivative_too():
+def test_a_row_with_coefficient_zero_is_omitted_with_autograd():
     row, bad = torch.ones(2, requires_grad=True), torch.full((2,), float("inf"))
     assert combine(None, [row, bad], [1.0, 0.0]).tolist() == [1.0, 1.0]
 
 
-def test_nested_coefficients_carry_their_derivatives():
+def test_nested_coefficients_are_differentiable():
     row = draw(0, 5)
     point, one = torch.tensor(2.0, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
     _, slope = torch.func.jvp(lambda c: combine(None, [row], [[c], [0.5]], segments=[3, 2]), (point,), (one,))

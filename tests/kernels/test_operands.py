@@ -53,7 +53,7 @@ def backend(request):
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("kind", KINDS)
 @given(seeds, st.sampled_from([torch.float32, torch.float64]), st.booleans())
-def test_operands_have_the_bits_of_rows(kind, seed, dtype, given_out):
+def test_operands_give_the_same_bits_as_rows(kind, seed, dtype, given_out):
     a, b, current, base = rows_of(kind, seed, 4, dtype)
     rows, minus = [a, b, current], [base, None, base]
     operands = Operands.of(rows, minus)
@@ -70,7 +70,7 @@ def test_operands_have_the_bits_of_rows(kind, seed, dtype, given_out):
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_base_in_pieces_leaves_the_operands_as_they_were():
+def test_a_base_in_pieces_does_not_change_the_operands():
     a, b = rows_of("vectors", 0, 2)
     operands = Operands.of([a, b])
     expected = gram(operands)
@@ -116,7 +116,7 @@ def test_noncontiguous_rows_out_of_range_are_rescaled():
     assert torch.equal(gram([row]), gram([flat(row)]))
 
 
-def test_a_combination_selects_operands():
+def test_a_combination_omits_rows_with_coefficient_zero():
     a, b, base, out = rows_of("lists", 0, 4)
     operands = Operands.of([a, b], [base, None])
     goal = LinearCombination.of(base, operands, [[0.0, 2.0]], None, out)
@@ -132,7 +132,7 @@ def test_operands_include_the_subtrahends():
             call(operands, minus=torch.ones(SIZE))
 
 
-def test_a_derivative_of_a_row_in_use_is_followed():
+def test_only_selected_rows_require_autograd():
     a, b = rows_of("vectors", 0, 2)
     operands = Operands.of([a.requires_grad_(), b])
     assert gram(operands).requires_grad

@@ -35,19 +35,19 @@ def test_all_ranks_have_the_same_bits(cases):
         assert all(same_bits(rank["gram"], ranks[0]["gram"]) for rank in ranks), name
 
 
-def test_pieces_cut_at_borders_of_blocks_give_the_bits_of_one_rank(cases):
+def test_shards_split_at_block_boundaries_give_the_bits_of_one_rank(cases):
     aligned = {name: ranks for name, ranks in cases.items() if "aligned" in name}
     assert len(aligned) >= 4
     for name, ranks in aligned.items():
         assert same_bits(ranks[0]["gram"], ranks[0]["one"]), name
 
 
-def test_pieces_cut_elsewhere_are_within_the_bound_of_a_block(cases):
+def test_shards_split_elsewhere_satisfy_the_error_bound(cases):
     for name, (first, *_) in cases.items():
         assert ((first["gram"] - first["one"]).abs() <= first["bound"]).all(), name
 
 
-def test_combine_gives_the_slice_of_one_rank_with_the_coefficients_of_the_first(cases):
+def test_combine_writes_the_local_shard_with_the_coefficients_of_rank_zero(cases):
     for name, ranks in cases.items():
         assert all(same_bits(rank["combined"], rank["one combined"]) for rank in ranks), name
 
@@ -59,14 +59,14 @@ def test_nonfinite_values_on_one_rank_reach_all_ranks(worlds, world):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_rows_beyond_the_range_of_squares_are_rescaled_alike_on_all_ranks(worlds, world):
+def test_rows_out_of_range_are_rescaled_equally_on_all_ranks(worlds, world):
     for rank in worlds[world]:
         assert rank["orthogonal"] == [[torch.inf, 0.0], [0.0, torch.inf]]
         assert rank["tiny"] == world
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_some_ranks_meet_without_the_others(worlds, world):
+def test_a_subgroup_of_ranks_works_without_the_others(worlds, world):
     *members, outside = worlds[world]
     assert all(rank["some ranks"] == {"group": 2.0 * (world - 1), "mesh": 2.0 * (world - 1)} for rank in members)
     errors = outside["some ranks"]
@@ -123,7 +123,7 @@ def test_a_shard_unlike_torch_chunk_is_rejected_on_every_rank(worlds, world):
     assert any(words.startswith("ArgumentError: rows[0]: expected ") for words in told)
 
 
-def test_nothing_is_taken_outside(worlds):
+def test_the_context_ends_with_its_block(worlds):
     assert not any(rank["taken outside"] for world in (1, 2, 3) for rank in worlds[world])
 
 

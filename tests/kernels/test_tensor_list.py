@@ -51,7 +51,7 @@ def joined(row):
 
 @pytest.mark.usefixtures("backend")
 @given(seeds, LENGTHS, st.integers(1, 6), st.sampled_from(DTYPES), st.sampled_from(["none", "one", "each", "vector"]))
-def test_a_cut_changes_no_bit(seed, lengths, k, dtype, sharing):
+def test_results_do_not_depend_on_the_pieces(seed, lengths, k, dtype, sharing):
     size = sum(lengths)
     rows = list(draw(seed, k, size, dtype=dtype))
     base = draw(seed + 1, size, dtype=dtype)

@@ -66,7 +66,7 @@ def test_every_law_holds():
     assert len(verdict.findings) == sum(primitives <= SPACE.capabilities for primitives, _ in LAWS.values())
 
 
-def test_a_point_is_still_the_model_bit_for_bit():
+def test_the_round_trip_of_curved_leaves_preserves_every_bit():
     model, other = Net(0), Net(1)
     point = SPACE.point(model)
     SPACE.load(other, point)
@@ -74,7 +74,7 @@ def test_a_point_is_still_the_model_bit_for_bit():
         assert torch.equal(parameter, other.get_parameter(name))
 
 
-def test_on_the_way_between_two_models_leaves_stay_on_their_manifolds():
+def test_leaves_of_interpolated_models_are_on_their_manifolds():
     x, y = SPACE.point(Net(0)), SPACE.point(Net(1))
     assert distance(SPACE, x, y) > 0
     model = SPACE.load(Net(), geodesic(SPACE, x, y, 0.5))
@@ -97,7 +97,7 @@ def test_names_have_precedence_over_patterns():
     assert space.manifolds == (("first.bias", Sphere(4)), ("table.weight", Power(PoincareBall(3), (5,))))
 
 
-def test_a_tied_leaf_can_be_called_by_any_of_its_names():
+def test_a_tied_leaf_can_be_assigned_by_any_of_its_names():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -121,7 +121,7 @@ def test_spaces_are_equal_by_content():
     assert ParameterSpace.of(Net()) != SPACE
 
 
-def test_a_model_off_its_manifold_is_refused_by_leaf():
+def test_a_model_off_its_manifold_is_rejected_with_the_name_of_the_leaf():
     model = Net()
     model.turn.weight.data *= 1.01
     with pytest.raises(ArgumentError, match=r"turn.weight: expected a point of SpecialOrthogonal\(n=4\), got one"):
@@ -129,7 +129,7 @@ def test_a_model_off_its_manifold_is_refused_by_leaf():
     assert SPACE.point(model, validate=False).shape == SPACE.shape
 
 
-def test_a_point_off_its_manifold_leaves_the_model_alone():
+def test_loading_a_point_off_its_manifold_does_not_modify_the_model():
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for call in (SPACE.load, lambda _, point: SPACE.state_dict(point)):
@@ -154,7 +154,7 @@ def test_leaves_can_have_arbitrary_names():
         ParameterSpace(layout, (("rest", Sphere(4)),))
 
 
-def test_narrow_leaves_are_held_to_their_own_rounding():
+def test_narrow_leaves_are_validated_with_their_own_rounding():
     model = Net().to(torch.bfloat16)
     assert ParameterSpace.of(model, CURVED).point(model).dtype == torch.float32
 
@@ -169,7 +169,7 @@ def test_the_loss_differentiates_through_curved_leaves():
     assert distance(SPACE, theta.detach(), SPACE.exp(theta.detach(), -0.1 * step)) > 0
 
 
-def test_a_parameter_of_geoopt_brings_its_manifold():
+def test_a_geoopt_parameter_declares_its_manifold():
     from manifoldagg.manifolds.geoopt import geoopt
 
     class Words(nn.Module):
@@ -210,6 +210,6 @@ def test_a_parameter_of_geoopt_brings_its_manifold():
         ({0: Sphere(3)}, "manifolds: expected names or patterns, got 0; write '0'"),
     ],
 )
-def test_bad_input_is_refused_by_name(manifolds, words):
+def test_invalid_arguments_are_rejected_by_name(manifolds, words):
     with pytest.raises(ArgumentError, match=words):
         ParameterSpace.of(Net(), manifolds)

@@ -32,7 +32,7 @@ def test_inner_products_accumulate_in_float64(seed, n):
     assert abs(Flat(n).inner(u, u, v).item() - exact) <= 2.0**-24 * abs(exact) + n * 2.0**-51 * size
 
 
-def test_draws_follow_the_generator():
+def test_random_points_follow_the_generator():
     space = Flat(3)
     points = [space.random_point(5, generator=torch.Generator().manual_seed(7)) for _ in range(2)]
     assert points[0].shape == (5, 3)
@@ -42,12 +42,12 @@ def test_draws_follow_the_generator():
     assert space.injectivity_radius(points[0]).tolist() == [float("inf")] * 5
 
 
-def test_spaces_are_values():
+def test_spaces_are_compared_by_value():
     assert Flat(3) == Flat(3) != Flat(4)
     assert hash(ParameterSpace(Layout(()))) == hash(ParameterSpace(Layout(())))
 
 
-def test_a_missing_primitive_is_named():
+def test_a_missing_primitive_is_reported_by_name():
     class Bare(Manifold):
         shape = (2,)
 
@@ -55,7 +55,7 @@ def test_a_missing_primitive_is_named():
         Bare().transport(torch.zeros(2), torch.zeros(2), torch.zeros(2))
 
 
-def test_a_space_that_writes_a_method_in_place_of_its_formula_is_refused():
+def test_a_space_that_overrides_a_method_instead_of_its_formula_is_rejected():
     with pytest.raises(ArgumentError, match=r"Hasty: expected the formula _exp, got exp"):
 
         class Hasty(Flat):
@@ -75,6 +75,6 @@ def test_a_space_that_writes_a_method_in_place_of_its_formula_is_refused():
         (lambda: Flat(2).log(torch.zeros(2), torch.zeros(2).int()), "y: expected a floating tensor"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

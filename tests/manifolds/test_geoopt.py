@@ -138,20 +138,20 @@ def test_an_equivalent_space_is_converted(manifold, shape, space):
 
 
 @pytest.mark.parametrize("kind", [geoopt.ProductManifold, geoopt.StereographicProductManifold])
-def test_a_product_is_a_product(kind):
+def test_a_geoopt_product_is_converted_to_a_product(kind):
     factors = [(geoopt.PoincareBall(), (2, 3)), (geoopt.Stereographic(-1.0), 2)]
     ours = Product({"0": Power(PoincareBall(3), (2,)), "1": PoincareBall(2)})
     assert from_geoopt(kind(*factors)) == from_geoopt(kind(*factors), (8,)) == ours
     assert from_geoopt(kind(*factors), (4, 8)) == Power(ours, (4,))
 
 
-def test_a_number_in_a_product_is_a_line():
+def test_a_scalar_factor_of_a_product_is_flat():
     manifold = geoopt.ProductManifold((geoopt.Sphere(), 3), (geoopt.Euclidean(), ()))
     assert from_geoopt(manifold) == Product({"0": Sphere(3), "1": Flat(1)})
 
 
 @pytest.mark.parametrize("kind", [geoopt.ManifoldTensor, geoopt.ManifoldParameter])
-def test_a_tensor_brings_its_manifold_and_its_shape(kind):
+def test_a_manifold_tensor_determines_manifold_and_shape(kind):
     tensor = kind(torch.eye(4)[:2].clone(), manifold=geoopt.Sphere())
     assert from_geoopt(tensor) == from_geoopt(tensor, (2, 4)) == Power(Sphere(4), (2,))
 
@@ -217,7 +217,7 @@ SPHERICAL = [
 
 @AS_SHIPPED
 @pytest.mark.parametrize(("manifold", "dtypes"), SPHERICAL, ids=["1", "2", "0"])
-def test_every_law_holds_of_stereographic_spheres_and_their_limit(manifold, dtypes):
+def test_every_law_holds_for_stereographic_spheres_and_their_flat_limit(manifold, dtypes):
     space = from_geoopt(manifold, (3,))
     assert isinstance(space, GeooptManifold)
     assert space.capabilities == GEOOPT_PRIMITIVES
@@ -226,7 +226,7 @@ def test_every_law_holds_of_stereographic_spheres_and_their_limit(manifold, dtyp
     assert len(verdict.findings) == sum(primitives <= GEOOPT_PRIMITIVES for primitives, _ in LAWS.values())
 
 
-def test_a_stereographic_sphere_is_a_sphere():
+def test_a_stereographic_sphere_is_isometric_to_the_sphere():
     space, sphere = from_geoopt(geoopt.SphereProjection(), (3,)), Sphere(4)
     x, y = space.random_point(2, 50, generator=generator(), dtype=torch.float64)
 
@@ -258,7 +258,7 @@ def test_a_sphere_in_a_subspace_satisfies_its_declared_laws(manifold):
 
 
 @AS_SHIPPED
-def test_a_class_of_another_author_declares_no_more_than_geoopt_asks_of_it():
+def test_an_unknown_class_declares_only_the_assumed_primitives():
     space = from_geoopt(Retracting(2.0), (3,))
     assert space.capabilities == ASSUMED_PRIMITIVES | {"random_point"}
     for name, call in {
@@ -279,7 +279,7 @@ def test_a_class_of_another_author_declares_no_more_than_geoopt_asks_of_it():
     }
 
 
-def test_a_subclass_of_a_known_class_is_unknown():
+def test_a_subclass_of_a_known_class_is_treated_as_unknown():
     class Derived(geoopt.PoincareBall):
         def expmap(self, x, u, **_):
             return x
@@ -310,7 +310,7 @@ def test_wrongly_declared_capabilities_are_detected(manifold, radius, law):
     assert check_manifold(space, seeds=1, dtypes=[torch.float64], laws=[law], verbose=False).broken_laws == [law]
 
 
-def test_a_broken_class_can_be_mended_and_vouched_for():
+def test_a_corrected_subclass_of_an_unsupported_class_can_declare_capabilities():
     class Mended(geoopt.CanonicalStiefel):
         def proju(self, x, u):
             return u - x @ (x.mT @ u + u.mT @ x) / 2
@@ -327,7 +327,7 @@ def test_a_broken_class_can_be_mended_and_vouched_for():
 
 
 @pytest.mark.parametrize("manifold", [Stretched(), geoopt.SphereProjection()], ids=["Stretched", "SphereProjection"])
-def test_drawn_tangents_are_standard_normal_in_the_metric(manifold):
+def test_random_tangents_are_standard_normal_in_the_metric(manifold):
     space, count = from_geoopt(manifold, (2,)), 20000
     x = space.random_point(generator=generator(), dtype=torch.float64).expand(count, 2)
     u = space.random_tangent(x, generator(1))
@@ -339,7 +339,7 @@ def test_drawn_tangents_are_standard_normal_in_the_metric(manifold):
     assert (white.mT @ white / count - eye).abs().max() <= 5 * math.sqrt(2 / count)
 
 
-def test_drawing_leaves_the_global_generator_alone():
+def test_random_point_does_not_change_the_global_generator():
     space, before = from_geoopt(Retracting(), (3,)), torch.get_rng_state()
     x = space.random_point(2, generator=generator(), dtype=torch.float64)
     assert type(x) is torch.Tensor
@@ -363,7 +363,7 @@ OPEN = [
 
 
 @pytest.mark.parametrize(("manifold", "shape"), OPEN, ids=lambda value: str(value)[:30])
-def test_without_a_shape_every_size_is_answered_by_its_own_space(manifold, shape):
+def test_without_a_shape_each_call_uses_the_space_of_its_size(manifold, shape):
     space, sized = from_geoopt(manifold), from_geoopt(manifold, shape)
     assert space.shape == (-1,) * len(shape)
     assert space.capabilities == sized.capabilities - {"random_point"}
@@ -391,7 +391,7 @@ def test_float32_is_computed_in_float64():
     assert torch.equal(space.inner(x, u, u), space.inner(x.double(), u.double(), u.double()).float())
 
 
-def test_batches_broadcast_and_inner_is_one_number_a_point():
+def test_batches_broadcast_and_inner_returns_one_number_per_point():
     space = from_geoopt(geoopt.SphereProjection(), (3,))
     x = space.random_point(6, 1, generator=generator(), dtype=torch.float64)
     u = space.random_tangent(x.expand(6, 4, 3), generator(1))
@@ -401,7 +401,7 @@ def test_batches_broadcast_and_inner_is_one_number_a_point():
     assert space.exp(x, u).shape == (6, 4, 3)
 
 
-def test_points_that_are_parameters_give_plain_tensors_with_gradients():
+def test_manifold_parameters_give_plain_tensors_with_gradients():
     manifold = geoopt.SphereProjection(exact(1.0))
     x = geoopt.ManifoldParameter(0.1 * torch.ones(3, dtype=torch.float64), manifold=manifold)
     y = from_geoopt(x).exp(x, torch.ones(3, dtype=torch.float64))
@@ -420,7 +420,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("make", "shape"), VALUES)
-def test_it_is_a_value(make, shape):
+def test_instances_are_compared_and_hashed_by_value(make, shape):
     space, again = from_geoopt(make(), shape), from_geoopt(make(), shape)
     assert space == again
     assert hash(space) == hash(again)
@@ -457,7 +457,7 @@ def test_later_changes_of_the_manifold_have_no_effect():
         ("import sys, manifoldagg, manifoldagg.manifolds; print('geoopt' in sys.modules)", "False"),
     ],
 )
-def test_geoopt_is_loaded_in_silence_and_only_when_asked_for(code, answer):
+def test_geoopt_is_imported_lazily_and_without_warnings(code, answer):
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, answer, "")
 
@@ -528,13 +528,13 @@ X = torch.ones(3)
         (lambda: from_geoopt(geoopt.EuclideanStiefel()).project(torch.ones(2, 3)), "x: expected a shape that fits"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
 @pytest.mark.parametrize("metric", ["SM", "LEM"])
-def test_a_metric_that_only_measures_distances_is_refused(metric):
+def test_metrics_other_than_aim_are_rejected(metric):
     with pytest.warns(UserWarning, match="not fully implemented"):
         manifold = geoopt.SymmetricPositiveDefinite(metric)
     with pytest.raises(ArgumentError, match=f"manifold: .*with the metric AIM, got {metric}"):

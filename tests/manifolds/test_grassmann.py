@@ -134,7 +134,7 @@ def test_log_transport_and_distance_are_exact_for_every_basis(seed, t, size):
 
 
 @given(seeds, lengths, sizes)
-def test_nothing_depends_on_the_basis_but_the_basis_of_the_result(seed, t, size):
+def test_results_depend_only_on_subspaces(seed, t, size):
     space, x, u = case(seed, t, size)
     v, y = other(space, x, seed), space.exp(x, u)
     q, r = rotation(seed + 1, space.p), rotation(seed + 2, space.p)
@@ -153,7 +153,7 @@ def test_nothing_depends_on_the_basis_but_the_basis_of_the_result(seed, t, size)
 
 
 @given(seeds, lengths, sizes)
-def test_turning_the_space_turns_the_results(seed, t, size):
+def test_primitives_are_equivariant_under_rotations(seed, t, size):
     space, x, u = case(seed, t, size)
     v, y, turn = other(space, x, seed), space.exp(x, u), rotation(seed + 1, space.n)
     pairs = [
@@ -167,7 +167,7 @@ def test_turning_the_space_turns_the_results(seed, t, size):
 
 
 @given(seeds, lengths, st.integers(2, 6))
-def test_lines_are_points_of_the_sphere_up_to_sign(seed, t, n):
+def test_lines_agree_with_the_sphere_up_to_sign(seed, t, n):
     space, x, u = case(seed, t, (n, 1))
     sphere, v, y = Sphere(n), other(space, x, seed), space.exp(x, u)
     a, b, w = x[:, 0], y[:, 0], v[:, 0]
@@ -177,7 +177,7 @@ def test_lines_are_points_of_the_sphere_up_to_sign(seed, t, n):
 
 
 @given(seeds, lengths, sizes)
-def test_complements_are_as_far_apart(seed, t, size):
+def test_orthogonal_complements_have_the_same_distance(seed, t, size):
     space, x, u = case(seed, t, size)
     dual = Grassmann(space.n, space.n - space.p)
     a, b = (torch.linalg.qr(point, mode="complete").Q[:, space.p :] for point in (x, space.exp(x, u)))
@@ -186,7 +186,7 @@ def test_complements_are_as_far_apart(seed, t, size):
 
 @pytest.mark.parametrize("gap", [1e-1, 1e-3, 1e-6, 1e-9])
 @pytest.mark.parametrize("count", [1, 2])
-def test_one_nearly_right_angle_costs_no_digits_and_two_what_their_cosines_lack(gap, count):
+def test_log_is_accurate_for_angles_close_to_a_right_angle(gap, count):
     right, turn = math.pi / 2 - gap, rotation(3, 6)
     space, (x, u) = Grassmann(6, 2), with_angles(6, 2, right, right if count == 2 else 0.3)
     x, u = turn @ x, turn @ u
@@ -195,7 +195,7 @@ def test_one_nearly_right_angle_costs_no_digits_and_two_what_their_cosines_lack(
     assert distance(space, x, y).item() == pytest.approx(u.norm().item(), rel=20 * EPS)
 
 
-def test_a_right_angle_has_no_log_and_hurts_no_other():
+def test_log_at_a_right_angle_is_nan_only_for_that_element():
     space, x = Grassmann(4, 2), torch.eye(4, 2, dtype=torch.float64)
     y = torch.stack([torch.eye(4, dtype=torch.float64)[:, [0, 2]], x, torch.full_like(x, math.nan)])
     for found in (space.log(x, y), space.transport(x, y, torch.zeros_like(x))):
@@ -214,7 +214,7 @@ def along(space, x, y, v):
 
 
 @pytest.mark.parametrize(("seed", "t", "size"), [(0, 0.05, (3, 1)), (1, 1.0, (4, 2)), (2, 3.0, (4, 3))])
-def test_derivatives_are_those_of_the_map(seed, t, size):
+def test_derivatives_match_finite_differences(seed, t, size):
     space, x, u = case(seed, t, size)
     assert torch.autograd.gradcheck(space.exp, (x.clone().requires_grad_(), u.clone().requires_grad_()))
     assert torch.autograd.gradcheck(space.retract, (x.clone().requires_grad_(), u.clone().requires_grad_()))
@@ -224,7 +224,7 @@ def test_derivatives_are_those_of_the_map(seed, t, size):
 @pytest.mark.parametrize(
     ("seed", "t", "size"), [(0, 0.05, (3, 1)), (1, 0.7, (4, 2)), (2, 1.3, (4, 3)), (3, 1.3, (5, 2))]
 )
-def test_derivatives_along_the_manifold_are_those_of_the_map(seed, t, size):
+def test_derivatives_along_the_manifold_match_finite_differences(seed, t, size):
     space, x, u = case(seed, t, size)
     a, b = (part.requires_grad_() for part in draw(seed, 2, *size, scale=0.05))
     for call in along(space, x, space.exp(x, u) @ rotation(seed, space.p), other(space, x, seed)):
@@ -232,7 +232,7 @@ def test_derivatives_along_the_manifold_are_those_of_the_map(seed, t, size):
 
 
 @pytest.mark.parametrize("angles", [(0.0, 0.0), (0.7, 0.7), (0.7, 0.0)])
-def test_both_derivatives_are_right_where_angles_vanish_or_repeat(angles):
+def test_first_and_second_derivatives_at_zero_and_repeated_angles_are_correct(angles):
     space, (x, u) = Grassmann(4, 2), with_angles(4, 2, *angles)
     y, (a, b) = space.exp(x, u) @ rotation(0, 2), torch.zeros(2, 4, 2, dtype=torch.float64).unbind()
     calls = (*along(space, x, y, other(space, x, 0)), lambda a, b: space.exp(x + a, u + b))
@@ -250,7 +250,7 @@ def test_the_derivative_of_log_at_its_point_is_the_identity(seed, size):
 
 
 @given(seeds, sizes)
-def test_project_at_a_point_takes_the_symmetric_part_from_its_derivative(seed, size):
+def test_the_derivative_of_project_at_a_point_removes_the_symmetric_part(seed, size):
     space, x, _ = case(seed, 1.0, size)
     e = draw(seed, *size)
     across, turn = e - x @ (x.mT @ e), x.mT @ e
@@ -262,7 +262,7 @@ def test_project_at_a_point_takes_the_symmetric_part_from_its_derivative(seed, s
     assert ((slope_back * e).sum() - (slope * weights).sum()).abs() <= 100 * EPS * weights.norm() * e.norm()
 
 
-def test_transforms_see_through_it():
+def test_function_transforms_are_supported():
     space, generator = Grassmann(5, 2), torch.Generator().manual_seed(0)
     x = space.random_point(3, generator=generator, dtype=torch.float64)
     u = space.random_tangent(x, generator) / 4
@@ -295,7 +295,7 @@ def test_it_compiles_as_one_graph():
     assert torch.allclose(compiled(x, u), everything(x, u), rtol=0, atol=40 * EPS)
 
 
-def test_one_point_meets_many():
+def test_one_point_broadcasts_against_a_batch():
     space, x, u = case(0, 0.5, (5, 2))
     many = torch.stack([0.2 * u, u])
     y = space.exp(x, many)
@@ -305,7 +305,7 @@ def test_one_point_meets_many():
 
 
 @given(seeds, st.floats(1e-3, 1.4), sizes)
-def test_single_precision_is_computed_in_double_precision(seed, t, size):
+def test_float32_is_computed_in_float64(seed, t, size):
     space, x, u = case(seed, t, size)
     y, v, ulp = space.exp(x, u), other(space, x, seed), 2.0**-23
     for found, exact in [
@@ -319,7 +319,7 @@ def test_single_precision_is_computed_in_double_precision(seed, t, size):
 
 
 @given(seeds, st.integers(1, 4))
-def test_project_makes_the_nearest_basis(seed, p):
+def test_project_returns_the_nearest_basis(seed, p):
     space, noise = Grassmann(4, p), draw(seed, 4, p)
     point = space.project(noise)
     assert (point.mT @ point - torch.eye(p)).abs().max() <= 8 * EPS
@@ -334,14 +334,14 @@ def test_project_makes_the_nearest_basis(seed, p):
 
 
 @pytest.mark.parametrize("condition", [1e4, 1e8, 1e12, 1e16])
-def test_project_is_orthonormal_however_dependent_the_columns(condition):
+def test_project_is_orthonormal_for_almost_dependent_columns(condition):
     stretch = torch.diag(torch.tensor([1.0, 1 / condition, 1 / condition], dtype=torch.float64))
     point = Grassmann(5, 3).project(torch.linalg.qr(draw(0, 5, 3)).Q @ stretch @ rotation(1, 3))
     assert (point.mT @ point - torch.eye(3)).abs().max() <= 8 * EPS
 
 
 @given(seeds, sizes)
-def test_the_retraction_is_of_second_order(seed, size):
+def test_retract_agrees_with_exp_to_second_order(seed, size):
     space, x, u = case(seed, 1.0, size)
     gaps = [(space.log(x, space.retract(x, h * u)) - h * u).norm().item() for h in (0.1, 0.01)]
     assert math.log10(gaps[0] / gaps[1]) == pytest.approx(3, abs=0.2)
@@ -363,7 +363,7 @@ def test_the_mean_of_subspaces_does_not_depend_on_their_bases(seed):
     assert (space.log(found.point, turned).mean(0)).norm() <= 1e-12
 
 
-def test_draws_are_uniform_and_the_same_in_both_precisions():
+def test_random_points_are_uniform_and_equal_in_both_precisions():
     space = Grassmann(4, 2)
     x = space.random_point(20000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     # Entries of the projector have the mean of p/n times the identity and variance below 1/4: 5 standard deviations.
@@ -383,7 +383,7 @@ def test_the_whole_space_is_a_single_point():
     assert (space.exp(x, torch.zeros_like(x)) == x).all()
 
 
-def test_it_is_a_value():
+def test_instances_are_compared_and_hashed_by_value():
     assert Grassmann(3, 2) == Grassmann(3, 2) != Grassmann(3, 1)
     assert Grassmann(3, 2).injectivity_radius(torch.eye(3)[:, :2]).item() == pytest.approx(math.pi / 2)
 
@@ -405,6 +405,6 @@ X = torch.eye(3)[:, :2]
         (lambda: Grassmann(3, 2).transport(X, X, X.long()), "u: expected a floating tensor"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

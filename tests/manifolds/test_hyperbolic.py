@@ -153,7 +153,7 @@ def test_the_models_are_isometric(seed, t):
 
 
 @given(seeds, st.floats(0.1, 2), curvatures)
-def test_triangles_obey_the_cosine_law_of_their_curvature(seed, t, curvature):
+def test_triangles_satisfy_the_hyperbolic_law_of_cosines(seed, t, curvature):
     space = PoincareBall(3, curvature)
     x, u, root = case(space, seed, t)
     v = torch.linalg.cross(u, draw(seed, 3))
@@ -164,7 +164,7 @@ def test_triangles_obey_the_cosine_law_of_their_curvature(seed, t, curvature):
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
 @given(seed=seeds, t=st.floats(0.05, 2.0))
-def test_derivatives_are_those_of_the_map(space, seed, t):
+def test_derivatives_match_finite_differences(space, seed, t):
     x, u, _ = case(space, seed, t)
     y = space.exp(x, u)
     for call, arguments in ((space.exp, (x, u)), (space.log, (x, y)), (space.transport, (x, y, u))):
@@ -173,7 +173,7 @@ def test_derivatives_are_those_of_the_map(space, seed, t):
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
 @given(seed=seeds)
-def test_derivatives_at_zero_are_right_to_second_order(space, seed):
+def test_first_and_second_derivatives_at_zero_are_correct(space, seed):
     x, u, root = case(space, seed, 1.0)
 
     def velocity(s):
@@ -195,7 +195,7 @@ def test_derivatives_at_zero_are_right_to_second_order(space, seed):
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_vmap_and_jvp_see_through_it(space):
+def test_vmap_and_jvp_are_supported(space):
     generator = torch.Generator().manual_seed(0)
     x = space.random_point(5, generator=generator, dtype=torch.float64)
     u = space.random_tangent(x, generator)
@@ -214,7 +214,7 @@ def test_float32_is_computed_in_float64(space):
 
 
 @pytest.mark.parametrize("space", [PoincareBall(40), Lorentz(40)], ids=str)
-def test_tangents_are_standard_normal_in_the_metric(space):
+def test_random_tangents_are_standard_normal_in_the_metric(space):
     generator = torch.Generator().manual_seed(0)
     x = space.random_point(500, generator=generator, dtype=torch.float64)
     u = space.random_tangent(x, generator)
@@ -235,7 +235,7 @@ def test_points_outside_the_ball_are_projected(dtype, seed, curvature):
     assert space.log(0 * points, points).isfinite().all()
 
 
-def test_spaces_are_values():
+def test_spaces_are_compared_by_value():
     assert PoincareBall(3) == PoincareBall(3, -1.0) != PoincareBall(3, -2.0)
     assert hash(Lorentz(2)) == hash(Lorentz(2))
     assert Lorentz(2).shape == (3,)
@@ -257,7 +257,7 @@ def test_spaces_are_values():
         (lambda: Lorentz(2).log(torch.ones(3), torch.ones(3).double()), "y: expected torch.float32"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
@@ -265,7 +265,7 @@ def test_bad_input_is_refused_by_name(call, words):
 @pytest.mark.parametrize(
     ("r", "t", "allowed"), [(6.0, 12.0, 1e-11), (10.0, 20.0, 1e-7), (12.0, 12.0, 1e-9), (12.0, 24.0, 1e-4)]
 )
-def test_geodesics_through_the_centre_of_the_ball_keep_their_digits(r, t, allowed):
+def test_geodesics_through_the_centre_of_the_ball_are_accurate(r, t, allowed):
     """From distance r inward by t: as far off as coordinates at that distance are rounded, ε e^|t - r| and ε e^r."""
     ball = PoincareBall(1)
     x = torch.tensor([math.tanh(r / 2)], dtype=torch.float64)

@@ -92,7 +92,7 @@ def test_every_mutant_is_caught_by_its_laws(name, record_property):
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.soak
 @pytest.mark.parametrize("name", MUTANTS)
-def test_every_law_on_every_mutant(name, record_property):
+def test_every_mutant_breaks_its_laws_in_a_complete_check(name, record_property):
     mutant, laws = MUTANTS[name]
     broken = check_manifold(mutant(3), validate=False, verbose=False).broken_laws
     assert set(laws) <= set(broken)
@@ -111,7 +111,7 @@ def test_every_primitive_has_a_mutant():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_laws_are_chosen_by_what_a_space_declares():
+def test_laws_are_selected_by_the_capabilities_of_a_space():
     class Shy(Sphere):
         capabilities = PRIMITIVES - {"transport"}
 
@@ -134,7 +134,7 @@ def test_a_declared_but_missing_primitive_breaks_its_laws():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_the_verdict_can_be_read(capsys):
+def test_the_result_is_printed_for_each_law(capsys):
     check_manifold(Sphere(3), laws=["log_inverts_exp"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Sphere(n=3): 1 of 1 laws hold"
@@ -157,7 +157,7 @@ def test_dtypes_may_be_an_iterator():
     assert all(finding.location for finding in verdict.findings)
 
 
-def test_a_space_without_a_radius_is_held_to_the_rest():
+def test_a_space_without_a_radius_satisfies_the_other_laws():
     class Open(Flat):
         capabilities = PRIMITIVES - {"injectivity_radius"}
 

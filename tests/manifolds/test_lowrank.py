@@ -78,7 +78,7 @@ def test_every_law_holds(space):
 
 
 @given(seeds, sizes, lengths)
-def test_everything_is_that_of_the_dense_matrices(seed, space, t):
+def test_primitives_agree_with_dense_matrices(seed, space, t):
     x, u, v = case(seed, space, t)
     xi, eta, whole = ambient(space, x, u), ambient(space, x, v), dense(space, x)
     assert (space.inner(x, u, v) - (xi * eta).sum()).abs() <= 40 * EPS * t**2
@@ -97,7 +97,7 @@ def test_everything_is_that_of_the_dense_matrices(seed, space, t):
 
 
 @given(seeds, sizes)
-def test_the_gradient_is_the_projection_of_that_of_a_function_of_the_matrix(seed, space):
+def test_the_gradient_is_the_projected_gradient_of_the_dense_matrix(seed, space):
     x, _, _ = case(seed, space)
     z = draw(seed, space.m, space.n)
     # Of <X, Z>, by the factors: Z A^T and Z^T B.
@@ -109,7 +109,7 @@ def test_the_gradient_is_the_projection_of_that_of_a_function_of_the_matrix(seed
 
 
 @given(seeds, sizes, lengths, conditions)
-def test_nothing_depends_on_the_gauge(seed, space, t, condition):
+def test_primitives_do_not_depend_on_the_gauge(seed, space, t, condition):
     x, u, v = case(seed, space, t)
     y = space.retract(x, u)
     g, h = gauge(seed, space.rank, condition), gauge(seed + 2, space.rank, condition)
@@ -135,7 +135,7 @@ def test_nothing_depends_on_the_gauge(seed, space, t, condition):
     assert (gram - rows @ rows.mT).abs().max() <= allowed
 
 
-def test_the_formula_of_traces_misses_that_by_far():
+def test_the_trace_formula_loses_more_digits():
     """Of the same matrices in the same gauge, in float64: its error has the square of the condition."""
     space, condition = LowRank(40, 30, 4), 1e6
     x, _, _ = case(0, space)
@@ -151,7 +151,7 @@ def test_the_formula_of_traces_misses_that_by_far():
 
 
 @pytest.mark.parametrize("t", [1e-3, 1e-6])
-def test_inner_products_of_small_displacements_keep_the_digits_of_their_ends(t):
+def test_inner_products_of_small_displacements_are_accurate(t):
     """A difference of traces has none left where the square of the displacement is below rounding."""
     space = LowRank(40, 30, 4)
     x, u, _ = case(1, space, t)
@@ -165,7 +165,7 @@ def test_inner_products_of_small_displacements_keep_the_digits_of_their_ends(t):
 
 
 @given(seeds, sizes, st.integers(1, 8))
-def test_truncation_is_the_best_in_frobenius_norm(seed, space, columns):
+def test_truncation_is_optimal_in_the_frobenius_norm(seed, space, columns):
     x = draw(seed, space.m + space.n, columns)
     found = truncate(x, space.m, space.rank)
     near, error = best(dense(space, x), space.rank)
@@ -184,7 +184,7 @@ def test_truncation_is_the_best_in_frobenius_norm(seed, space, columns):
 
 
 @given(seeds, st.lists(st.integers(1, 3), min_size=1, max_size=4))
-def test_sums_are_those_of_the_matrices_whatever_their_ranks(seed, ranks):
+def test_sums_of_any_ranks_agree_with_dense_matrices(seed, ranks):
     m, n = 8, 9
     points = [draw(seed + i, m + n, rank) for i, rank in enumerate(ranks)]
     coefficients = draw(seed, len(ranks))
@@ -207,7 +207,7 @@ def test_a_sum_is_exact_if_the_rank_suffices():
     assert found.error <= 100 * EPS * exact.norm()
 
 
-def test_balancing_keeps_the_matrix_and_evens_the_factors():
+def test_balance_preserves_the_matrix_and_equalises_the_factors():
     space = LowRank(7, 5, 3)
     x, _, _ = case(0, space)
     y = balance(turned(space, x, *gauge(1, 3, 1e3)), 7)
@@ -224,7 +224,7 @@ def test_equal_singular_values_at_the_truncation_are_reported():
 
 
 @given(seeds, sizes)
-def test_the_retraction_is_of_second_order(seed, space):
+def test_retract_agrees_with_exp_to_second_order(seed, space):
     """It and the nearest matrix of the rank to X + ξ, which is known to be, are apart by the third power of ξ."""
     if space.rank == min(space.m, space.n):
         return
@@ -237,7 +237,7 @@ def test_the_retraction_is_of_second_order(seed, space):
 
 
 @given(seeds, sizes)
-def test_whole_matrices_are_flat(seed, space):
+def test_matrices_of_full_rank_are_flat(seed, space):
     """Where the rank is that of any matrix, all that there is is addition."""
     space = LowRank(space.m, space.n, min(space.m, space.n))
     x, u, v = case(seed, space, 0.1)
@@ -269,7 +269,7 @@ def test_pymanopt_agrees():
         assert (dense(space, space.retract(x, 1e-4 * u)) - near).norm() <= 1e-11 * (1 + size) ** 3
 
 
-def test_points_and_tangents_of_the_start_of_a_fine_tuning():
+def test_initial_factors_of_a_fine_tuning_are_valid_points():
     """B = 0: there is no smooth point, and nothing is not a number."""
     space = LowRank(5, 4, 2)
     x = torch.cat([torch.zeros(5, 2), draw(0, 4, 2)]).double()
@@ -323,7 +323,7 @@ def test_a_retraction_to_zero_is_valid():
     assert dense(space, space.retract(x, back)).norm() <= 40 * EPS
 
 
-def test_batches_meet_batches():
+def test_a_batch_equals_separate_calls():
     space = LowRank(6, 5, 2)
     x, u, v = case(0, space, 0.1, batch=(2, 3))
     y = space.retract(x, u)
@@ -342,7 +342,7 @@ def test_batches_meet_batches():
     assert (space.inverse_retract(x[0, 0], y) - one).abs().max() <= 40 * EPS
 
 
-def test_nothing_has_the_size_of_the_matrix():
+def test_no_tensor_has_the_size_of_the_matrix():
     space = LowRank(2000, 3000, 2)
     x, u, v = case(0, space, 0.1)
     y = space.retract(x, u)
@@ -358,7 +358,7 @@ def test_nothing_has_the_size_of_the_matrix():
 
 
 @given(seeds, sizes)
-def test_single_precision_is_computed_in_double_precision(seed, space):
+def test_float32_is_computed_in_float64(seed, space):
     x, u, v = (part.float() for part in case(seed, space, 0.1))
     y = space.retract(x, u)
     pairs = [
@@ -377,7 +377,7 @@ def test_single_precision_is_computed_in_double_precision(seed, space):
     assert torch.equal(single, space.random_point(generator=generators[1], dtype=torch.float64).float())
 
 
-def test_draws_are_standard_normal_tangents():
+def test_random_tangents_are_standard_normal():
     space = LowRank(5, 4, 2)
     x, _, _ = case(0, space)
     many = x.expand(20000, 9, 2)
@@ -387,7 +387,7 @@ def test_draws_are_standard_normal_tangents():
     assert abs(space.inner(many, u, u).mean().item() - dimension) <= 5 * (2 * dimension / 20000) ** 0.5
 
 
-def test_derivatives_are_those_of_the_map():
+def test_derivatives_match_finite_differences():
     space = LowRank(4, 3, 2)
     x, u, v = case(0, space, 0.3)
     y = space.retract(x, v)
@@ -395,7 +395,7 @@ def test_derivatives_are_those_of_the_map():
         assert torch.autograd.gradcheck(call, tuple(part.clone().requires_grad_() for part in arguments))
 
 
-def test_it_lives_in_products_powers_and_spaces_of_parameters():
+def test_products_powers_and_parameter_spaces_can_contain_low_rank_leaves():
     """`inverse_retract` is there where every part has it, and the spec tells the space to another machine."""
     leaf = LowRank(3, 2, 1)
     mixed = Product({"adapter": leaf, "copies": Power(leaf, (2,)), "head": Sphere(3)})
@@ -447,6 +447,6 @@ X = torch.ones(5, 1)
         (lambda: LowRank(2, 3, 1).injectivity_radius(X), NotImplementedError, "has no injectivity_radius"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, error, words):
+def test_invalid_arguments_are_rejected_by_name(call, error, words):
     with pytest.raises(error, match=words):
         call()

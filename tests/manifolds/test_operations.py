@@ -43,7 +43,7 @@ def slope(error, scales):
 
 
 @given(seeds)
-def test_schilds_ladder_is_of_third_order_and_projection_of_second(seed):
+def test_schild_ladder_has_order_three_and_projection_order_two(seed):
     generator = torch.Generator().manual_seed(seed)
     x = SPHERE.random_point(generator=generator, dtype=torch.float64)
     u, v = (SPHERE.random_tangent(x, generator) for _ in range(2))
@@ -65,7 +65,7 @@ def test_schilds_ladder_is_of_third_order_and_projection_of_second(seed):
 
 
 @given(seeds, st.integers(1, 5))
-def test_the_pole_ladder_is_exact_on_the_sphere_however_many_rungs(seed, rungs):
+def test_the_pole_ladder_is_exact_on_the_sphere_for_any_number_of_rungs(seed, rungs):
     generator = torch.Generator().manual_seed(seed)
     x = SPHERE.random_point(generator=generator, dtype=torch.float64)
     u, v = (0.4 * SPHERE.random_tangent(x, generator).sign() @ torch.eye(4).double() for _ in range(2))
@@ -75,7 +75,7 @@ def test_the_pole_ladder_is_exact_on_the_sphere_however_many_rungs(seed, rungs):
 
 
 @given(seeds, st.floats(0.01, 0.7))
-def test_a_mean_is_stationary_and_better_than_its_neighbours(seed, radius):
+def test_a_mean_is_stationary_and_a_local_minimum(seed, radius):
     points = around(seed, radius)
     weights = draw(seed, 6).abs()
     mean = karcher_mean(SPHERE, points, weights)
@@ -92,7 +92,7 @@ def test_a_mean_is_stationary_and_better_than_its_neighbours(seed, radius):
 
 
 @given(seeds, st.floats(0.01, 0.7))
-def test_a_mean_does_not_depend_on_order_and_turns_with_space(seed, radius):
+def test_a_mean_is_symmetric_and_equivariant(seed, radius):
     points, weights, q = around(seed, radius), draw(seed, 6).abs(), rotation(seed, 4)
     mean = karcher_mean(SPHERE, points, weights).point
     order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
@@ -116,7 +116,7 @@ def test_a_flat_mean_is_the_weighted_mean(seed, k):
     assert mean.steps <= 2
 
 
-def test_many_means_at_once():
+def test_a_batch_of_means_equals_separate_means():
     points = torch.stack([around(seed, 0.5) for seed in range(6)]).reshape(2, 3, 6, 4)
     weights = draw(0, 2, 3, 6).abs()
     means = karcher_mean(SPHERE, points, weights)
@@ -166,7 +166,7 @@ def test_a_running_mean_differs_from_the_mean_at_third_order(seed):
     assert math.log2(gaps[0] / gaps[1]) == pytest.approx(3, abs=0.2)
 
 
-def test_a_point_without_weight_changes_nothing():
+def test_a_running_mean_ignores_points_with_weight_zero():
     x, y = around(0, 0.5, k=2)
     assert RunningMean(SPHERE, x).with_point(y, 0.0) == RunningMean(SPHERE, x)
 
@@ -176,7 +176,7 @@ def test_large_coordinates_converge_to_their_own_rounding():
 
 
 @pytest.mark.parametrize("far", [2.0, 4.0, 6.0])
-def test_far_points_of_a_hyperbolic_plane_have_their_mean(far):
+def test_the_mean_of_distant_hyperbolic_points_converges(far):
     """Three points around the centre, at distances where a whole step overshoots."""
     ball, angles = PoincareBall(2), torch.arange(3, dtype=torch.float64) * 2 * math.pi / 3 + 0.1
     points = ball.exp(torch.zeros(3, 2).double(), far / 2 * torch.stack([angles.cos(), angles.sin()], -1))
@@ -185,7 +185,7 @@ def test_far_points_of_a_hyperbolic_plane_have_their_mean(far):
     assert mean.point.norm() <= 1e-11
 
 
-def test_far_positive_definite_matrices_have_their_mean():
+def test_the_mean_of_distant_positive_definite_matrices_converges():
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(5, 3, 3, generator=generator, dtype=torch.float64)).Q
     points = (basis * torch.tensor([2.0, 0.0, -2.0]).double().exp()) @ basis.mT
@@ -193,7 +193,7 @@ def test_far_positive_definite_matrices_have_their_mean():
     assert mean.converged
 
 
-def test_a_point_without_weight_has_no_say():
+def test_a_mean_ignores_points_with_weight_zero():
     x = torch.tensor([1.0, 0.0, 0.0, 0.0])
     mean = karcher_mean(SPHERE, torch.stack([x, -x]), torch.tensor([1.0, 0.0]))
     assert mean.converged
@@ -208,7 +208,7 @@ def test_distance_and_mean_are_undefined_without_a_log():
     assert mean.residual.isnan()
 
 
-def test_norms_are_those_of_the_inner_product():
+def test_norms_agree_with_the_inner_product():
     u = draw(0, 3, 4)
     assert torch.allclose(norm(Flat(4), u, u), u.norm(dim=-1))
 
@@ -238,6 +238,6 @@ def test_norms_are_those_of_the_inner_product():
         (lambda: pole_ladder(SPHERE, *torch.ones(3, 4), rungs=0), "rungs: expected"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

@@ -65,7 +65,7 @@ def bumpy(x, k):
 
 @settings(max_examples=12)
 @given(seeds, st.sampled_from([0.0, 0.9]), st.booleans(), st.sampled_from([torch.float32, torch.float64]))
-def test_on_a_flat_space_sgd_is_that_of_torch(seed, momentum, nesterov, dtype):
+def test_sgd_on_a_flat_space_equals_torch_sgd(seed, momentum, nesterov, dtype):
     options = {"lr": 0.1, "momentum": momentum, "nesterov": nesterov and momentum > 0}
     start = draw(seed, 2, 3, 5, dtype=dtype)
     ours = run(lambda xs: RiemannianSGD(xs, space=Flat(5), **options), start, bumpy, 12)
@@ -73,7 +73,7 @@ def test_on_a_flat_space_sgd_is_that_of_torch(seed, momentum, nesterov, dtype):
 
 
 @given(seeds, st.booleans())
-def test_on_a_flat_space_adam_is_that_of_torch(seed, amsgrad):
+def test_adam_on_a_flat_space_equals_torch_adam(seed, amsgrad):
     start = draw(seed, 2, 3, 5)
     ours = run(lambda xs: RiemannianAdam(xs, lr=0.1, space=Flat(5), amsgrad=amsgrad), start, bumpy, 12)
     torchs = run(lambda xs: torch.optim.Adam(xs, lr=0.1, amsgrad=amsgrad), start, bumpy, 12)
@@ -93,7 +93,7 @@ def test_a_step_is_the_geodesic_along_the_gradient(space, retract):
 
 
 @curved
-def test_the_momentum_is_carried(space):
+def test_the_momentum_is_transported(space):
     x, _ = case(space, 0)
     e = draw(1, *space.shape)
     (moved,) = run(lambda xs: RiemannianSGD(xs, lr=0.02, space=space, momentum=0.9), [x], lambda _, k: e * (k == 0), 2)
@@ -121,7 +121,7 @@ SEARCHES = {
     [(space, kind) for space in CURVED for kind in SEARCHES if kind == "sgd" or not isinstance(space, Stiefel)],
     ids=str,
 )
-def test_it_finds_the_nearest_point_and_stays_on_the_space(space, kind):
+def test_optimisation_converges_and_stays_on_the_manifold(space, kind):
     x, target = case(space, 3)
 
     def slope(x, k):
@@ -135,7 +135,7 @@ def test_it_finds_the_nearest_point_and_stays_on_the_space(space, kind):
 
 
 @given(seeds)
-def test_a_batch_is_many_runs(seed):
+def test_a_batch_equals_separate_runs(seed):
     space = Sphere(3)
     x = space.random_point(4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     for make in (RiemannianAdam, functools.partial(RiemannianSGD, momentum=0.9)):
@@ -183,7 +183,7 @@ def test_a_pole_ladder_replaces_a_missing_transport():
     assert relative(transport_momentum(space, x, y, 7 * v), 7 * moved) <= 1e-9
 
 
-def test_its_state_can_be_saved_and_loaded():
+def test_the_optimiser_state_can_be_saved_and_loaded():
     space = Product({"a": Sphere(3), "b": Flat(2)})
     x, _ = case(space, 1)
     whole = run(lambda xs: RiemannianAdam(xs, lr=0.1, space=space, amsgrad=True), [x], bumpy, 6)[0]
@@ -213,7 +213,7 @@ def test_a_closure_is_evaluated():
     assert x[1] > 0.4
 
 
-def test_torch_optimisers_have_twins_on_curved_spaces():
+def test_torch_optimisers_have_riemannian_equivalents():
     bound = functools.partial(torch.optim.Adam, betas=(0.5, 0.9))
     made = optimizer_on(Sphere(3), bound)([torch.nn.Parameter(torch.eye(3)[0])], lr=0.1)
     assert isinstance(made, RiemannianAdam)
@@ -245,6 +245,6 @@ PARAMETER = torch.nn.Parameter(torch.eye(3)[0])
         ),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

@@ -66,7 +66,7 @@ def bits(tensors):
 
 
 @given(KINDS, seeds)
-def test_the_round_trip_is_the_identity_bit_for_bit(kind, seed):
+def test_the_round_trip_preserves_every_bit(kind, seed):
     model = build(kind, seed)
     before = bits(model.state_dict())
     space = ParameterSpace.of(model)
@@ -83,7 +83,7 @@ def test_the_round_trip_is_the_identity_bit_for_bit(kind, seed):
 
 
 @given(KINDS, seeds)
-def test_a_state_dict_gives_the_points_of_its_module(kind, seed):
+def test_a_state_dict_and_its_module_have_the_same_point(kind, seed):
     model = build(kind, seed)
     state = model.state_dict()
     frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
@@ -111,13 +111,13 @@ def test_only_trainable_parameters_are_leaves():
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("tied", torch.float32), ("half", torch.float32), ("double", torch.float64)]
 )
-def test_the_master_dtype_holds_every_leaf_exactly(kind, dtype):
+def test_the_dtype_of_points_represents_every_leaf_exactly(kind, dtype):
     model = build(kind, 0)
     assert ParameterSpace.of(model).point(model).dtype == dtype
     assert ParameterSpace.of(model, dtype=torch.float64).point(model).dtype == torch.float64
 
 
-def test_the_loss_is_that_of_the_model_and_leaves_it_alone():
+def test_the_loss_equals_that_of_the_model_and_does_not_modify_it():
     model = Tied().train()
     space = ParameterSpace.of(model)
     batch = torch.tensor([0, 1, 2, 4]), torch.tensor([1, 0, 3, 2])
@@ -163,7 +163,7 @@ def spoil(name, tensor):
         (lambda s: s.update({"out.weight": torch.full((5, 3), float("nan"))}), "out.weight: expected finite"),
     ],
 )  # fmt: skip
-def test_a_state_dict_that_does_not_fit_is_refused_by_tensor(change, words):
+def test_a_mismatched_state_dict_is_rejected_with_the_name_of_the_tensor(change, words):
     model = Tied()
     space = ParameterSpace.of(model)
     state = {name: t.clone() for name, t in model.state_dict().items()}
@@ -173,7 +173,7 @@ def test_a_state_dict_that_does_not_fit_is_refused_by_tensor(change, words):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_point_that_does_not_fit_leaves_the_model_alone():
+def test_loading_an_invalid_point_does_not_modify_the_model():
     model = Tied()
     space = ParameterSpace.of(model)
     before = bits(model.state_dict())
@@ -191,7 +191,7 @@ def test_a_point_that_does_not_fit_leaves_the_model_alone():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_models_that_have_no_point_are_refused():
+def test_models_without_a_point_are_rejected():
     with pytest.raises(StateDictError, match="weight: expected an initialised parameter"):
         ParameterSpace.of(nn.LazyLinear(3))
     with pytest.raises(StateDictError, match=r"0\.weight: expected at most float32, got torch.float64"):
@@ -217,7 +217,7 @@ def test_models_that_have_no_point_are_refused():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_value_that_a_narrow_leaf_cannot_hold_is_refused():
+def test_a_value_that_overflows_a_narrow_leaf_is_rejected():
     model = nn.Linear(2, 1).half()
     space = ParameterSpace.of(model)
     before = bits(model.state_dict())
@@ -239,7 +239,7 @@ def test_weights_that_are_equal_but_not_tied_are_all_loaded():
     assert torch.equal(losses[0](theta, batch), space.loss(untied, nn.functional.cross_entropy)(theta, batch))
 
 
-def test_a_buffer_that_was_made_geometry_is_part_of_theta():
+def test_a_buffer_that_became_a_parameter_is_part_of_the_point():
     class Shifted(nn.Linear):
         def __init__(self):
             super().__init__(2, 2)
@@ -271,7 +271,7 @@ def test_extra_state_is_skipped_by_its_exact_name():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_state_dict_hook_that_hides_a_parameter_is_refused():
+def test_a_state_dict_hook_that_hides_a_parameter_is_rejected():
     model = nn.Linear(2, 1)
     model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(bias=state["bias"].clone()))
     with pytest.raises(StateDictError, match="bias: expected the parameter itself in the state dict"):
@@ -288,7 +288,7 @@ def test_buffers_are_copied_and_checked():
         space.state_dict(space.point(model), carried | {"weight": torch.ones(2)})
 
 
-def test_points_move_through_a_model_without_loss_of_sign_or_denormals():
+def test_signed_zeros_and_subnormals_survive_the_round_trip():
     values = torch.tensor([[0.0, -0.0, 1e-42, -3.4e38, 1.0]])
     model = nn.Linear(5, 1, bias=False)
     space = ParameterSpace.of(model)
@@ -297,7 +297,7 @@ def test_points_move_through_a_model_without_loss_of_sign_or_denormals():
     assert torch.equal(space.point(model), values[0])
 
 
-def test_memory_that_was_freed_is_named():
+def test_freed_memory_is_reported_by_name():
     state = nn.Linear(3, 2).state_dict()
     space = ParameterSpace.of_state_dict(state)
     state["bias"].untyped_storage().resize_(0)
@@ -311,7 +311,7 @@ def test_memory_that_was_freed_is_named():
 
 
 @pytest.mark.parametrize("name", ["weight", "running_mean", "num_batches_tracked", "tied"])
-def test_memory_that_was_freed_is_named_before_anything_is_read(name):
+def test_freed_memory_is_reported_before_anything_is_read(name):
     whole = nn.BatchNorm1d(3).state_dict()
     whole["tied"] = whole["weight"]
     space = ParameterSpace.of_state_dict(whole)

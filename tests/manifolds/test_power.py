@@ -22,7 +22,7 @@ def test_every_law_holds(space):
     assert len(verdict.findings) == len(LAWS)
 
 
-def test_copies_are_a_batch_whose_inner_products_are_summed():
+def test_inner_products_are_summed_over_copies():
     generator = torch.Generator().manual_seed(0)
     x = ROWS.random_point(4, generator=generator, dtype=torch.float64)
     u, v = ROWS.random_tangent(x, generator), ROWS.random_tangent(x, generator)
@@ -67,7 +67,7 @@ def test_leaves_of_products_of_powers_have_their_names():
     ]
 
 
-def test_the_parts_of_leaves_are_where_the_names_say():
+def test_the_parts_of_leaves_match_their_names():
     """Of products of products, and of a power of a product, which is one leaf."""
     pair = Product({"a": Sphere(2), "b": Flat(1)})
     x = draw(1, 5, 13)
@@ -97,6 +97,6 @@ def test_the_parts_of_leaves_are_where_the_names_say():
         (lambda: ROWS.inner(*torch.ones(2, 2, 5, 3), torch.ones(3)), r"v: expected trailing shape \(2, 5, 3\)"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

@@ -35,7 +35,7 @@ def test_every_law_holds(space):
     assert len(verdict.findings) == len(LAWS)
 
 
-def test_a_leaf_sees_only_itself():
+def test_each_leaf_is_computed_separately():
     generator = torch.Generator().manual_seed(0)
     x = MIXED.random_point(2, 5, generator=generator, dtype=torch.float64)
     u, v = MIXED.random_tangent(x, generator), MIXED.random_tangent(x, generator)
@@ -72,7 +72,7 @@ def test_inner_products_accumulate_in_float64():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_it_declares_what_all_leaves_can():
+def test_capabilities_are_those_of_all_leaves():
     grids = Product({"grid": Grid(), "sphere": Sphere(2)})
     assert grids.capabilities == PRIMITIVES - {"transport"}
     assert (MIXED.flat, MIXED.symmetric, grids.capabilities) == (False, True, PRIMITIVES - {"transport"})
@@ -81,25 +81,25 @@ def test_it_declares_what_all_leaves_can():
     assert verdict.holds, f"\n{verdict}"
 
 
-def test_the_radius_is_the_smallest():
+def test_the_injectivity_radius_is_the_minimum_over_factors():
     x = MIXED.random_point(3, generator=torch.Generator().manual_seed(0))
     assert torch.equal(MIXED.injectivity_radius(x), torch.full((3,), math.pi))
     assert Product({"p": Flat(2)}).injectivity_radius(torch.zeros(2)).item() == math.inf
 
 
-def test_it_is_a_value():
+def test_instances_are_compared_and_hashed_by_value():
     assert Product({"a": Flat(1), "b": Flat(2)}) == Product((("a", Flat(1)), ("b", Flat(2))))
     assert hash(Product({"a": Flat(1)})) == hash(Product((("a", Flat(1)),)))
     assert Product({"a": Flat(1), "b": Flat(2)}) != Product({"b": Flat(2), "a": Flat(1)})
 
 
-def test_derivatives_are_those_of_the_map():
+def test_derivatives_match_finite_differences():
     x = MIXED.random_point(generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = MIXED.random_point(generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     assert torch.autograd.gradcheck(MIXED.log, (x.requires_grad_(), y.requires_grad_()))
 
 
-def test_vmap_and_jvp_see_through_it():
+def test_vmap_and_jvp_are_supported():
     generator = torch.Generator().manual_seed(0)
     x, y = (MIXED.random_point(5, generator=generator, dtype=torch.float64) for _ in range(2))
     u = MIXED.random_tangent(x, generator)
@@ -138,6 +138,6 @@ def test_vmap_and_jvp_see_through_it():
         ),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

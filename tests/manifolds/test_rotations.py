@@ -74,7 +74,7 @@ def test_log_is_exact(seed, t, n):
 
 
 @given(seeds, lengths, sizes)
-def test_transport_turns_half_the_way_on_either_side(seed, t, n):
+def test_transport_applies_half_of_the_rotation_on_each_side(seed, t, n):
     space, x, u = case(seed, t, n)
     v = space.random_tangent(x, torch.Generator().manual_seed(seed + 1))
     with mpmath.workdps(40):
@@ -85,7 +85,7 @@ def test_transport_turns_half_the_way_on_either_side(seed, t, n):
 
 
 @given(seeds)
-def test_lengths_do_not_change_under_rotations_from_either_side(seed):
+def test_the_metric_is_invariant_under_rotations_on_both_sides(seed):
     space, x, u = case(seed, 1.0)
     y, (a, b) = (
         space.exp(x, u),
@@ -94,7 +94,7 @@ def test_lengths_do_not_change_under_rotations_from_either_side(seed):
     assert distance(space, a @ x @ b, a @ y @ b).item() == pytest.approx(1.0, rel=1e-13)
 
 
-def test_a_turn_of_the_plane_has_the_length_of_its_angle():
+def test_the_distance_of_a_plane_rotation_is_sqrt_2_times_its_angle():
     space, angle = SpecialOrthogonal(2), 3.1
     y = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64)
     eye = torch.eye(2, dtype=torch.float64)
@@ -102,13 +102,13 @@ def test_a_turn_of_the_plane_has_the_length_of_its_angle():
 
 
 @given(seeds, st.floats(0.05, 3.5))
-def test_derivatives_of_exp_are_those_of_the_map(seed, t):
+def test_derivatives_of_exp_match_finite_differences(seed, t):
     space, x, u = case(seed, t)
     assert torch.autograd.gradcheck(space.exp, (x.requires_grad_(), u.requires_grad_()))
 
 
 @given(seeds, st.floats(0.05, 2.0))
-def test_derivatives_along_the_manifold_are_those_of_the_map(seed, t):
+def test_derivatives_along_the_manifold_match_finite_differences(seed, t):
     space, x, u = case(seed, t)
     y, v = space.exp(x, u), space.random_tangent(x, torch.Generator().manual_seed(seed + 1))
 
@@ -123,7 +123,7 @@ def test_derivatives_along_the_manifold_are_those_of_the_map(seed, t):
         assert torch.autograd.gradcheck(call, (a.requires_grad_(), b.requires_grad_()))
 
 
-def test_derivatives_are_right_where_angles_vanish_or_repeat():
+def test_derivatives_at_zero_and_repeated_angles_are_correct():
     space, eye = SpecialOrthogonal(4), torch.eye(4, dtype=torch.float64)
     turn = torch.block_diag(*2 * [torch.tensor([[0.0, -0.7], [0.7, 0.0]], dtype=torch.float64)])
     for y in (eye, space.exp(eye, turn)):
@@ -142,7 +142,7 @@ def test_derivatives_are_right_where_angles_vanish_or_repeat():
     assert torch.allclose(torch.func.jvp(lambda y: space.log(eye, y), (eye,), (tangent,))[1], tangent, atol=1e-14)
 
 
-def test_vmap_and_jvp_see_through_it():
+def test_vmap_and_jvp_are_supported():
     space, generator = SpecialOrthogonal(3), torch.Generator().manual_seed(0)
     x = space.random_point(5, generator=generator, dtype=torch.float64)
     u = space.random_tangent(x, generator)
@@ -153,7 +153,7 @@ def test_vmap_and_jvp_see_through_it():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 6])
-def test_project_makes_the_nearest_rotation(n):
+def test_project_returns_the_nearest_rotation(n):
     space, noise = SpecialOrthogonal(n), draw(0, 50, n, n)
     point = space.project(noise)
     assert torch.allclose(point.mT @ point, torch.eye(n, dtype=torch.float64), atol=1e-14)
@@ -163,14 +163,14 @@ def test_project_makes_the_nearest_rotation(n):
     assert ((point - noise).square().sum((-2, -1)) <= best + 1e-12).all()
 
 
-def test_draws_are_uniform():
+def test_random_points_are_uniform():
     x = SpecialOrthogonal(3).random_point(20000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     # Entries have mean 0 and variance 1/3; of 20000 the means lie within 5 standard deviations.
     assert x.mean(0).abs().max() <= 5 / math.sqrt(3 * 20000)
     assert (x.square().mean(0) - 1 / 3).abs().max() <= 5 / math.sqrt(20000)
 
 
-def test_it_is_a_value():
+def test_instances_are_compared_and_hashed_by_value():
     assert SpecialOrthogonal(3) == SpecialOrthogonal(3) != SpecialOrthogonal(4)
     assert SpecialOrthogonal(3).injectivity_radius(torch.eye(3)).item() == pytest.approx(math.pi * math.sqrt(2))
 
@@ -187,13 +187,13 @@ EYE = torch.eye(2)
         (lambda: SpecialOrthogonal(2).log(EYE, EYE.double()), "y: expected torch.float32"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
 @given(seeds)
-def test_the_derivative_of_project_is_right_at_rotations_and_off_them(seed):
+def test_the_derivative_of_project_is_correct_on_and_off_the_manifold(seed):
     space = SpecialOrthogonal(3)
     x = space.random_point(generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     for point in (x, x + 0.2 * draw(seed, 3, 3), -x + 0.1 * draw(seed, 3, 3)):
@@ -214,7 +214,7 @@ def test_a_mean_of_rotations_has_a_gradient():
     assert slope.isfinite().all()
 
 
-def test_one_element_that_is_not_finite_is_alone():
+def test_a_nonfinite_element_does_not_affect_the_batch():
     space = SpecialOrthogonal(3)
     x = space.random_point(2, generator=torch.Generator().manual_seed(0))
     y = x.clone()

@@ -57,7 +57,7 @@ def exact_mean(points, weights):
 
 @pytest.mark.parametrize("k", [1, 2, 5, 8])
 @pytest.mark.parametrize("size", [1e-9, 1e-6, 1e-3, 0.1, 1.0])
-def test_a_spherical_mean_has_all_its_digits(k, size):
+def test_a_spherical_mean_is_accurate_to_rounding(k, size):
     points = around(Sphere(40), k, k, size)
     weights = draw(k, k).abs() + 0.1
     exact = exact_mean(points, weights)
@@ -69,7 +69,7 @@ def test_a_spherical_mean_has_all_its_digits(k, size):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @given(seeds, st.integers(1, 8), st.floats(-5, 0))
-def test_narrow_models_have_the_rounding_of_their_mean(dtype, seed, k, exponent):
+def test_the_mean_of_narrow_models_is_rounded_once(dtype, seed, k, exponent):
     points = around(Sphere(300), seed, k, 10.0**exponent, dtype)
     weights = draw(seed, k).abs() + 0.1
     mean = karcher(Sphere(300), points, weights).point
@@ -82,7 +82,7 @@ def test_narrow_models_have_the_rounding_of_their_mean(dtype, seed, k, exponent)
 
 
 @given(seeds, st.integers(1, 8), st.floats(-6, 0))
-def test_on_a_product_it_is_the_mean_of_each_leaf(seed, k, exponent):
+def test_the_mean_on_a_product_is_the_mean_of_each_leaf(seed, k, exponent):
     points = around(MIXED, seed, k, 10.0**exponent)
     weights = draw(seed, k).abs() + 0.1
     assert Span.of(MIXED, [*points], 0) is not None
@@ -99,7 +99,7 @@ def test_on_a_product_it_is_the_mean_of_each_leaf(seed, k, exponent):
 
 
 @given(seeds, st.integers(1, 8))
-def test_the_certificate_is_that_of_the_iteration(seed, k):
+def test_the_residual_equals_that_of_the_iteration(seed, k):
     points = around(MIXED, seed, k, 1.0)
     for steps in (1, 2, 3):
         mean = karcher_mean(MIXED, points, max_steps=steps, tolerance=0.0)
@@ -108,7 +108,7 @@ def test_the_certificate_is_that_of_the_iteration(seed, k):
         assert mean.residual.item() == pytest.approx(other.residual.item(), rel=1e-9, abs=1e-14)
 
 
-def test_models_that_are_one_are_their_mean():
+def test_the_mean_of_equal_models_is_the_model():
     point = around(Sphere(30), 0, 1, 0.0)[0].float()
     for k in (1, 2, 5):
         mean = karcher(Sphere(30), [point.clone() for _ in range(k)])
@@ -117,7 +117,7 @@ def test_models_that_are_one_are_their_mean():
 
 
 @given(seeds, st.integers(2, 6))
-def test_a_repeated_model_is_one_of_more_weight(seed, k):
+def test_a_repeated_model_equals_one_with_more_weight(seed, k):
     points = around(Sphere(50), seed, k, 0.5)
     weights = draw(seed, k).abs() + 0.1
     twice = karcher(Sphere(50), [*points, points[0]], [*weights.tolist(), weights[0].item()], tolerance=EPS)
@@ -134,7 +134,7 @@ def test_antipodes_have_no_mean():
     assert not mean.converged
 
 
-def test_a_model_without_weight_has_no_say_even_at_the_antipode():
+def test_a_model_with_weight_zero_is_ignored_even_at_the_antipode():
     x = around(Sphere(30), 0, 1, 0.0)[0]
     mean = karcher(Sphere(30), [-x, x], [0.0, 1.0])
     assert mean.converged
@@ -151,13 +151,13 @@ class Other(Sphere):
     [(SymmetricPositiveDefinite(3), 2), (Other(9), 2), (Power(Other(9), (2,)), 2), (Sphere(4), 5)],
     ids=str,
 )
-def test_other_spaces_and_more_points_than_coordinates_are_iterated(space, k):
+def test_other_spaces_and_more_points_than_coordinates_use_the_iteration(space, k):
     points = around(space, 0, k, 0.3)
     assert Span.of(space, [*points.flatten(1)], 0) is None
     assert torch.equal(karcher(space, points).point, iterated(space, points, tolerance=1e-12).point[0])
 
 
-def test_means_still_have_derivatives():
+def test_means_are_differentiable():
     points = around(Sphere(9), 0, 3, 0.3).requires_grad_()
     mean = karcher_mean(Sphere(9), points).point
     (slope,) = torch.autograd.grad(mean[0], points)
@@ -165,7 +165,7 @@ def test_means_still_have_derivatives():
     assert not karcher(Sphere(9), points).point.requires_grad
 
 
-def test_leaves_of_a_narrow_model_may_miss_their_sphere_by_its_rounding():
+def test_leaves_of_a_narrow_model_may_be_off_the_sphere_by_rounding():
     state = {"a": draw(0, 5).bfloat16(), "b": around(Sphere(40), 0, 1, 0.0)[0].bfloat16()}
     space = ParameterSpace.of_state_dict(state, {"b": Sphere(40)})
     point = space.point(state)
@@ -178,7 +178,7 @@ def test_leaves_of_a_narrow_model_may_miss_their_sphere_by_its_rounding():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e200])
-def test_entries_of_flat_leaves_are_looked_at(bad):
+def test_nonfinite_entries_of_flat_leaves_are_rejected(bad):
     space = Product({"a": Flat(3), "b": Sphere(9)})
     points = around(space, 0, 2, 0.3)
     points[1, 2] = bad
@@ -207,7 +207,7 @@ class Allocations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mean_holds_nothing_of_the_size_of_a_model_but_itself(dtype):
+def test_a_mean_allocates_only_its_result(dtype):
     size = 300_000
     space = Product({"a": Flat(1000), "b": Sphere(size - 1000)})
     points = [*around(space, 0, 3, 0.3, dtype)]

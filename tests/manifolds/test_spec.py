@@ -84,7 +84,7 @@ def test_curved_leaves_agree_with_their_parameters(name):
     assert torch.equal(there.project(y), mine.project(y))
 
 
-def test_parameters_of_numpy_are_plain_numbers_in_it(as_shipped):
+def test_numpy_numbers_are_written_as_plain_numbers(as_shipped):
     spaces = {
         "a": Sphere(np.int64(3)),
         "b": PoincareBall(np.int32(3), curvature=np.float32(-0.3)),
@@ -108,7 +108,7 @@ def test_every_space_of_this_package_has_a_spec():
     )
 
 
-def test_a_space_of_geoopt_or_of_ones_own_is_refused_by_the_name_of_its_leaf():
+def test_spaces_outside_the_package_are_rejected_with_the_name_of_the_leaf():
     import geoopt
 
     class Mine(Sphere):
@@ -154,7 +154,7 @@ def test_malformed_specs_are_rejected(as_shipped, change, told):
         ParameterSpace.of_spec(spec | change)
 
 
-def test_a_digest_tells_names_shapes_dtypes_and_order_apart():
+def test_a_digest_depends_on_names_shapes_dtypes_and_order():
     entries = [Entry("a", (2,), torch.float32), Entry("b", (2,), torch.float32)]
     layouts = [
         Layout(tuple(entries)),
@@ -168,7 +168,7 @@ def test_a_digest_tells_names_shapes_dtypes_and_order_apart():
     assert len({layout_digest(layout) for layout in layouts}) == len(layouts)
 
 
-def test_without_the_module_a_client_has_the_numbers_that_the_server_has():
+def test_a_space_from_a_spec_gives_the_same_points_without_the_module():
     """A bare state dict does not tell what is frozen: P would be 90 there."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     model[0].requires_grad_(False)

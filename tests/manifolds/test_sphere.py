@@ -59,7 +59,7 @@ def test_exp_is_exact(seed, t):
 
 
 @given(seeds, angles)
-def test_log_is_as_exact_as_its_points(seed, t):
+def test_log_is_accurate_to_the_rounding_of_the_points(seed, t):
     space, x, u = case(seed, t)
     y = space.exp(x, u)
     with mpmath.workdps(40):
@@ -70,7 +70,7 @@ def test_log_is_as_exact_as_its_points(seed, t):
 
 
 @given(seeds, angles)
-def test_transport_turns_the_plane_of_the_geodesic(seed, t):
+def test_transport_rotates_the_plane_of_the_geodesic(seed, t):
     space, x, u = case(seed, t)
     v = space.random_tangent(x, torch.Generator().manual_seed(seed + 1))
     with mpmath.workdps(40):
@@ -83,7 +83,7 @@ def test_transport_turns_the_plane_of_the_geodesic(seed, t):
 
 
 @given(seeds, angles)
-def test_the_distance_of_small_angles_keeps_its_digits(seed, t):
+def test_the_distance_of_small_angles_is_accurate(seed, t):
     space, x, u = case(seed, t)
     assert distance(space, x, space.exp(x, u)).item() == pytest.approx(t, rel=1e-14 * (1 + 1 / t) / min(1, math.pi - t))
 
@@ -97,7 +97,7 @@ def test_scipy_agrees(seed, t):
 
 
 @given(seeds, st.floats(0.05, 2.8))
-def test_derivatives_are_those_of_the_map(seed, t):
+def test_derivatives_match_finite_differences(seed, t):
     space, x, u = case(seed, t)
     y = space.exp(x, u)
     assert torch.autograd.gradcheck(space.exp, (x.clone().requires_grad_(), u.clone().requires_grad_()))
@@ -105,7 +105,7 @@ def test_derivatives_are_those_of_the_map(seed, t):
 
 
 @given(seeds)
-def test_derivatives_at_zero_are_right_to_second_order(seed):
+def test_first_and_second_derivatives_at_zero_are_correct(seed):
     space, x, u = case(seed, 1.0)
     first = torch.func.jacrev(lambda v: space.exp(x, v))(0 * u)
     assert torch.allclose(first, torch.eye(4, dtype=torch.float64), atol=1e-14)
@@ -118,7 +118,7 @@ def test_derivatives_at_zero_are_right_to_second_order(seed):
     assert not flat.any()
 
 
-def test_vmap_and_compile_see_through_it():
+def test_vmap_and_compile_are_supported():
     space, x, u = Sphere(4), draw(0, 5, 4), draw(1, 5, 4)
     x = space.project(x)
     u = space.project_tangent(x, u)
@@ -141,13 +141,13 @@ def test_steps_of_a_mean_stay_on_the_sphere(seed, n, k):
 
 
 @given(seeds, st.integers(2, 8), st.integers(2, 6))
-def test_a_step_of_no_length_changes_no_bit(seed, n, k):
+def test_exp_of_zero_preserves_every_bit(seed, n, k):
     x = Sphere(n).random_point(k, generator=torch.Generator().manual_seed(seed))
     assert torch.equal(Sphere(n).exp(x, torch.zeros_like(x)), x)
 
 
 @given(seeds, st.integers(3, 8), st.integers(2, 6))
-def test_the_mean_of_points_of_a_half_sphere_is_found(seed, n, k):
+def test_the_mean_of_points_of_a_half_sphere_converges(seed, n, k):
     """There is one, with more points than coordinates or fewer."""
     space, generator = Sphere(n), torch.Generator().manual_seed(seed)
     points = space.random_point(k, generator=generator, dtype=torch.float64)
@@ -168,7 +168,7 @@ def test_float32_is_computed_in_float64():
     assert torch.equal(rounded, space.log(x.float().double(), y.float().double()).float())
 
 
-def test_the_cut_locus_has_no_log():
+def test_log_at_the_cut_locus_is_nan():
     space, x, _ = case(0, 1.0)
     assert space.log(x, -x).isnan().all()
     assert space.transport(x, -x, x).isnan().all()
@@ -183,6 +183,6 @@ def test_the_cut_locus_has_no_log():
         (lambda: Sphere(3).log(torch.ones(3), torch.ones(3).double()), "y: expected torch.float32"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

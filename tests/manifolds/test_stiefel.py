@@ -101,7 +101,7 @@ def test_exp_is_exact(seed, t, shape, rank):
         assert error(space.exp(x, u), exact_exp(x, u)) <= 16 * EPS * max(1.0, t)
 
 
-def test_exp_is_that_of_pymanopt_in_the_same_metric():
+def test_exp_agrees_with_pymanopt():
     space, x, u = case(0, 1.3, 6, 3)
     theirs = pymanopt.manifolds.Stiefel(6, 3)
     # Of x and u: the canonical metric gives half the square of the part along x.
@@ -111,7 +111,7 @@ def test_exp_is_that_of_pymanopt_in_the_same_metric():
 
 
 @pytest.mark.parametrize("t", [1e-7, 1e-3, 1.0, 3.0])
-def test_one_column_is_a_sphere(t):
+def test_frames_of_one_column_agree_with_the_sphere(t):
     space, x, u = case(1, t, 4, 1)
     sphere, y = Sphere(4), space.exp(x, u)
     assert torch.allclose(y[:, 0], sphere.exp(x[:, 0], u[:, 0]), rtol=0, atol=8 * EPS)
@@ -120,7 +120,7 @@ def test_one_column_is_a_sphere(t):
 
 
 @pytest.mark.parametrize("t", [1e-7, 1e-3, 1.0, 4.0, 4.3])
-def test_square_frames_are_rotations(t):
+def test_square_frames_agree_with_rotations(t):
     space, x, u = case(2, t, 4, 4)
     group, y = SpecialOrthogonal(4), space.exp(x, u)
     assert torch.allclose(y, group.exp(x, u), rtol=0, atol=32 * EPS * max(1.0, t))
@@ -140,7 +140,7 @@ def test_log_inverts_exp_up_to_nine_tenths_of_the_injectivity_radius(seed, t, sh
 
 
 @given(seeds, st.floats(0.1, 0.9 * math.pi))
-def test_log_finds_planes_that_turn_by_equal_angles(seed, t):
+def test_log_converges_for_equal_angles(seed, t):
     space, x, _ = case(seed, 1.0, 5, 2)
     out = torch.linalg.qr(torch.cat([x, draw(seed, 5, 3)], -1)).Q[:, 2:4]
     u = out * (t / math.sqrt(2))
@@ -183,7 +183,7 @@ def test_a_tangent_that_may_not_be_shortest_is_not_a_log():
     assert antipode.isnan().all()
 
 
-def test_log_takes_frames_that_are_orthonormal_in_half_precision():
+def test_log_accepts_frames_that_are_orthonormal_in_half_precision():
     space, x, u = case(5, 1.0, 5, 2)
     found = space.log(x.bfloat16(), space.exp(x, u).bfloat16())
     assert found.dtype is torch.bfloat16
@@ -192,7 +192,7 @@ def test_log_takes_frames_that_are_orthonormal_in_half_precision():
 
 
 @pytest.mark.parametrize(("n", "p", "t"), [(5, 2, 1.0), (3, 2, 2.5), (3, 3, 2.0), (3, 1, 2.0), (5, 2, 0.0)])
-def test_derivatives_are_those_of_the_map(n, p, t):
+def test_derivatives_match_finite_differences(n, p, t):
     space, x, u = case(6, t, n, p)
     y, zeros = space.exp(x, u), torch.zeros(2, n, p, dtype=torch.float64)
 
@@ -203,7 +203,7 @@ def test_derivatives_are_those_of_the_map(n, p, t):
     assert torch.autograd.gradcheck(space.exp, (x.clone().requires_grad_(), u.clone().requires_grad_()), fast_mode=True)
 
 
-def test_second_derivatives_are_those_of_the_map():
+def test_second_derivatives_match_finite_differences():
     space, x, u = case(7, 1.0, 3, 2)
     y, zeros = space.exp(x, u), torch.zeros(2, 3, 2, dtype=torch.float64)
 
@@ -213,7 +213,7 @@ def test_second_derivatives_are_those_of_the_map():
     assert torch.autograd.gradgradcheck(log, tuple(zeros.requires_grad_()), fast_mode=True)
 
 
-def test_derivatives_are_right_where_singular_values_vanish_or_repeat():
+def test_derivatives_at_zero_and_repeated_singular_values_are_correct():
     space, x, u = case(8, 1.0, 6, 2, rank=1)
     assert torch.autograd.gradcheck(lambda w: space.exp(x, w), (torch.zeros_like(u).requires_grad_(),))
     assert torch.autograd.gradcheck(lambda w: space.exp(x, w), (u.clone().requires_grad_(),))
@@ -224,7 +224,7 @@ def test_derivatives_are_right_where_singular_values_vanish_or_repeat():
     assert torch.allclose(slope, tangent, rtol=0, atol=100 * EPS)
 
 
-def test_vmap_jvp_and_jacrev_see_through_it():
+def test_vmap_jvp_and_jacrev_are_supported():
     space, generator = Stiefel(4, 2), torch.Generator().manual_seed(0)
     x = space.random_point(3, generator=generator, dtype=torch.float64)
     u, w = space.random_tangent(x, generator) / 3, space.random_tangent(x, generator)
@@ -253,7 +253,7 @@ def test_it_compiles(monkeypatch):
 
 
 @given(seeds, st.floats(0.01, 2.5))
-def test_it_does_not_see_rotations_from_either_side(seed, t):
+def test_distances_are_invariant_under_rotations_on_both_sides(seed, t):
     space, x, u = case(seed, t, 5, 2)
     a, b = rotation(seed, 5), rotation(seed + 1, 2)
     y = space.exp(x, u)
@@ -262,7 +262,7 @@ def test_it_does_not_see_rotations_from_either_side(seed, t):
 
 
 @given(seeds, shapes)
-def test_project_makes_the_nearest_frame(seed, shape):
+def test_project_returns_the_nearest_frame(seed, shape):
     space, x = Stiefel(*shape), draw(seed, *shape)
     point = space.project(x)
     assert torch.allclose(point.mT @ point, torch.eye(shape[1], dtype=torch.float64), rtol=0, atol=20 * EPS)
@@ -274,7 +274,7 @@ def test_project_makes_the_nearest_frame(seed, shape):
 
 
 @pytest.mark.parametrize("shape", [(5, 2), (3, 3), (4, 1)])
-def test_project_has_derivatives_at_frames_and_beside_them(shape):
+def test_project_is_differentiable_on_and_off_the_manifold(shape):
     space, x, _ = case(10, 1.0, *shape)
     for point in (x, 2 * x, x + 0.3 * draw(0, *shape)):
         assert torch.autograd.gradcheck(space.project, (point.clone().requires_grad_(),))
@@ -294,7 +294,7 @@ def test_retract_agrees_with_exp_to_second_order(shape):
     assert abs(slope.item() - 3) <= 0.2
 
 
-def test_more_rungs_of_the_pole_ladder_make_an_isometry():
+def test_the_pole_ladder_converges_to_an_isometry():
     space, x, u = case(12, 1.0, 5, 2)
     v = space.random_tangent(x, torch.Generator().manual_seed(0))
     v, y = v / v.norm(), space.exp(x, u)
@@ -308,7 +308,7 @@ def test_more_rungs_of_the_pole_ladder_make_an_isometry():
     assert 2.5 <= errors[1] / errors[2] <= 6
 
 
-def test_draws_are_uniform():
+def test_random_points_are_uniform():
     space = Stiefel(3, 2)
     x = space.random_point(20000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert torch.allclose(x.mT @ x, torch.eye(2, dtype=torch.float64).expand(20000, 2, 2), rtol=0, atol=20 * EPS)
@@ -318,7 +318,7 @@ def test_draws_are_uniform():
     assert space.random_point(generator=torch.Generator().manual_seed(0)).dtype is torch.get_default_dtype()
 
 
-def test_it_is_a_value():
+def test_instances_are_compared_and_hashed_by_value():
     assert Stiefel(3, 2) == Stiefel(3, 2) != Stiefel(3, 1)
     assert hash(Stiefel(3, 2)) == hash(Stiefel(3, 2))
     assert Stiefel.capabilities == PRIMITIVES - {"transport", "inverse_retract"}
@@ -330,14 +330,14 @@ def test_it_is_a_value():
         assert space.injectivity_radius(torch.eye(*space.shape)).item() == pytest.approx(radius)
 
 
-def test_one_by_one_is_two_points():
+def test_the_one_by_one_manifold_has_two_points():
     space, x = Stiefel(1, 1), torch.tensor([[[1.0]], [[-1.0]]])
     assert torch.equal(space.exp(x, torch.ones_like(x)), x)
     assert distance(space, x, x).tolist() == [0, 0]
     assert space.log(x, -x).isnan().all()
 
 
-def test_it_has_no_transport():
+def test_transport_is_not_implemented():
     x = torch.eye(3)[:, :2]
     with pytest.raises(NotImplementedError, match="transport"):
         Stiefel(3, 2).transport(x, x, x)
@@ -360,12 +360,12 @@ FRAME = torch.eye(3)[:, :2]
         (lambda: Stiefel(3, 2).retract(FRAME, FRAME.int()), "u: expected a floating tensor"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
-def test_one_point_is_seen_from_many():
+def test_one_point_broadcasts_against_a_batch():
     space, generator = Stiefel(4, 2), torch.Generator().manual_seed(0)
     x = space.random_point(generator=generator, dtype=torch.float64)
     y = space.exp(x.expand(5, 4, 2), 0.3 * space.random_tangent(x.expand(5, 4, 2), generator))

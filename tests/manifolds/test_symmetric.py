@@ -87,7 +87,7 @@ def test_transport_is_a_congruence(seed, t):
 
 
 @given(seeds)
-def test_lengths_do_not_depend_on_the_basis(seed):
+def test_lengths_are_invariant_under_congruence(seed):
     space, x, u = case(seed, 1.0)
     y, a = space.exp(x, u), torch.linalg.qr(draw(seed, 3, 3)).Q * torch.tensor([0.5, 1.0, 2.0]).double()
     moved = distance(space, a @ x @ a.mT, a @ y @ a.mT)
@@ -96,7 +96,7 @@ def test_lengths_do_not_depend_on_the_basis(seed):
 
 
 @given(seeds, st.floats(0.05, 2))
-def test_derivatives_are_those_of_the_map(seed, t):
+def test_derivatives_match_finite_differences(seed, t):
     space, x, u = case(seed, t, 2)
     y = space.exp(x, u)
     for call, other in ((space.exp, u), (space.log, y), (lambda a, b: space.transport(a, b, u), y)):
@@ -105,7 +105,7 @@ def test_derivatives_are_those_of_the_map(seed, t):
         assert torch.autograd.gradcheck(call, arguments, eps=1e-7, atol=1e-3, rtol=1e-4)
 
 
-def test_derivatives_are_right_where_eigenvalues_repeat():
+def test_derivatives_at_repeated_eigenvalues_are_correct():
     space, x = SymmetricPositiveDefinite(3), torch.diag(torch.tensor([2.0, 2.0, 3.0], dtype=torch.float64))
     y = (4 * x).requires_grad_()
     for call in (space.log, lambda a, b: space.transport(a, b, x), lambda a, b: space.exp(a, b)):
@@ -126,7 +126,7 @@ def test_derivatives_at_the_point_itself():
     assert torch.einsum("ijkl,ij,kl->", half, u, u).item() == pytest.approx(2.0, rel=1e-10)
 
 
-def test_vmap_and_jvp_see_through_it():
+def test_vmap_and_jvp_are_supported():
     space, generator = SymmetricPositiveDefinite(3), torch.Generator().manual_seed(0)
     x, y = (space.random_point(5, generator=generator, dtype=torch.float64) for _ in range(2))
     u = space.random_tangent(x, generator)
@@ -136,7 +136,7 @@ def test_vmap_and_jvp_see_through_it():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_project_makes_points(dtype):
+def test_project_returns_positive_definite_matrices(dtype):
     space, noise = SymmetricPositiveDefinite(4), draw(0, 20, 4, 4, dtype=dtype)
     point = space.project(noise)
     assert torch.linalg.cholesky_ex(point).info.eq(0).all()
@@ -147,7 +147,7 @@ def test_project_makes_points(dtype):
     assert (values[:, -1] / values[:, 0]).max() <= 100 * (1 + 1e-3)
 
 
-def test_it_is_a_value():
+def test_instances_are_compared_and_hashed_by_value():
     assert SymmetricPositiveDefinite(3) == SymmetricPositiveDefinite(3) != SymmetricPositiveDefinite(4)
     assert SymmetricPositiveDefinite(2).injectivity_radius(torch.eye(2)).item() == math.inf
 
@@ -170,6 +170,6 @@ EYE = torch.eye(2)
         (lambda: SymmetricPositiveDefinite(2).log(EYE * math.nan, EYE), "x: expected positive definite matrices"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

@@ -50,7 +50,7 @@ def calls(space: Manifold):
 
 
 @each
-def test_vmap_is_a_loop(space):
+def test_vmap_equals_a_loop(space):
     x, y, u, _ = setting(space)
     for call in calls(space):
         together = torch.func.vmap(call)(x, y, u)
@@ -74,7 +74,7 @@ def test_jvp_is_the_slope_along_a_geodesic(space):
 
 
 @each
-def test_second_derivatives_agree_however_they_are_nested(space):
+def test_second_derivatives_agree_for_every_nesting_of_modes(space):
     x, y, u, v = (tensor[0] for tensor in setting(space))
     rev, fwd = torch.func.jacrev, torch.func.jacfwd
     for call in calls(space):

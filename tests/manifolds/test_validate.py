@@ -53,7 +53,7 @@ def test_results_of_the_space_pass_validation_unchanged(space, seed, dtype):
 
 
 @given(seeds, st.floats(1e-6, 1.0))
-def test_the_message_says_how_far_a_point_is_off(seed, off):
+def test_the_message_contains_the_distance_of_a_point(seed, off):
     x = Sphere(5).project(draw(seed, 5)) * (1 + off)
     with pytest.raises(ArgumentError, match=r"model: expected a point of Sphere\(n=5\), got one (\S+) away") as info:
         check_point(Sphere(5), x, name="model")
@@ -62,7 +62,7 @@ def test_the_message_says_how_far_a_point_is_off(seed, off):
 
 
 @given(seeds, st.floats(1e-6, 1.0))
-def test_the_message_says_how_large_a_normal_part_is(seed, part):
+def test_the_message_contains_the_size_of_a_normal_part(seed, part):
     x = Sphere(5).project(draw(seed, 5))
     u = Sphere(5).project_tangent(x, draw(seed + 1, 5))
     with pytest.raises(ArgumentError, match="u: expected a tangent .* with a normal part of") as info:
@@ -71,7 +71,7 @@ def test_the_message_says_how_large_a_normal_part_is(seed, part):
     assert said == pytest.approx(part * x.abs().max().item(), rel=1e-2)
 
 
-def test_the_leaf_is_named():
+def test_the_message_contains_the_name_of_the_leaf():
     space = Product({"head": Flat(2), "turn": Power(SpecialOrthogonal(2), (3,))})
     x = space.random_point(generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x[5] += 0.25
@@ -79,13 +79,13 @@ def test_the_leaf_is_named():
         check_point(space, x)
 
 
-def test_a_tolerance_can_be_given():
+def test_the_tolerance_is_configurable():
     x = torch.tensor([1.0, 0.0, 0.0]) * 1.01
     assert check_point(Sphere(3), x, tolerance=0.02) is x
     assert Validated(Sphere(3), tolerance=0.02).project_tangent(x, x) is not None
 
 
-def test_logs_beyond_the_cut_locus_are_refused_leaf_by_leaf():
+def test_logs_beyond_the_cut_locus_are_rejected_for_each_leaf():
     x = torch.tensor([1.0, 0.0])
     with pytest.raises(ArgumentError, match=r"y: .* within 3\.14 of x, got one without a log"):
         Validated(Sphere(2)).log(x, -x)
@@ -127,7 +127,7 @@ def test_missing_primitives_are_not_validated():
         (SymmetricPositiveDefinite(2), [[1e-5, 5e-5], [0.0, 1e-5]]),
     ],
 )
-def test_points_beyond_the_border_of_an_open_set_are_rejected(space, x):
+def test_points_outside_an_open_set_are_rejected(space, x):
     with pytest.raises(ArgumentError, match="x: expected a point of"):
         check_point(space, torch.tensor(x))
 
@@ -138,7 +138,7 @@ def test_a_large_tangent_does_not_hide_a_wrong_one():
         check_tangent(Sphere(2), x, torch.tensor([[0.0, 1e5], [1.0, 0.0]]))
 
 
-def test_a_guard_is_a_value():
+def test_validated_spaces_are_compared_by_value():
     assert Validated(Sphere(3)) == Validated(Sphere(3))
     assert hash(Validated(Sphere(3))) == hash(Validated(Sphere(3)))
     assert Validated(Flat(2)).flat
@@ -164,7 +164,7 @@ def test_a_guard_is_a_value():
         (lambda s, x, u: s.exp(x, u.double()), "u: expected torch.float32"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     x, u = torch.tensor([0.6, 0.8, 0.0]), torch.tensor([0.0, 0.0, 1.0])
     with pytest.raises(ArgumentError, match=words):
         call(Validated(Sphere(3)), x, u)

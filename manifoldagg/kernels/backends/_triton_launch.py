@@ -1,8 +1,9 @@
-"""Operands of a Triton launch, encoded as integers for which Triton does not specialise the kernel.
+"""Arguments of a Triton launch, encoded so that new values do not make Triton compile the kernel again.
 
-Triton compiles a kernel again for each pattern of integer arguments that are 1 or divisible by 16. Addresses, strides
-and coefficients would cause an unbounded number of such patterns. They are therefore passed as `opaque` integers. The
-constant `is_aligned` specifies the alignment that the kernel may assume.
+Triton compiles a separate version of a kernel for each combination of integer arguments that are 1 or divisible by 16.
+Addresses, strides and coefficients differ between launches, so they would cause an unbounded number of compilations.
+They are therefore passed as *opaque* integers, which are always odd and greater than 1. This encoding also hides how
+the addresses are aligned, so the constant `is_aligned` declares the alignment to the kernel.
 """
 
 import struct
@@ -25,7 +26,7 @@ __all__ = ["LaunchOperands", "block_table", "opaque", "opaque_floats", "to_devic
 
 @dataclass(frozen=True)
 class LaunchOperands:
-    """The distinct rows of a launch, which are vectors or tensor lists.
+    """The distinct rows of a launch. They are either vectors, or tensor lists ("rows in pieces").
 
     Attributes:
         addresses: the opaque address of each vector. For rows in pieces, three tables on the device: the addresses of
@@ -54,6 +55,8 @@ class LaunchOperands:
     ) -> "LaunchOperands":
         """Number the distinct rows, starting with the rows that occur more than once.
 
+        The kernel reads these shared rows only once, and keeps them in registers.
+
         Args:
             operands: vectors, tuples of contiguous tensors of one dtype, or `None`.
             lengths: the lengths of the tensors, if there are tuples.
@@ -65,6 +68,7 @@ class LaunchOperands:
             >>> operands.indices, operands.num_shared, len(operands.addresses)
             ((1, -1, 0, 0), 1, 2)
         """
+        # Different tensor objects with the same address, dtype and stride are one row, which is read once.
         rows = {id(x): x for x in operands if x is not None}
         keys: dict[int, Any] = {place: _memory_key(row) for place, row in rows.items()} | {id(None): None}
         asked = [keys[id(x)] for x in operands]
@@ -92,6 +96,7 @@ class LaunchOperands:
 
 
 def _memory_key(row: Operand) -> tuple[Any, torch.dtype, int]:
+    # The tensors of a tensor list are contiguous here, so its stride is 1.
     if isinstance(row, Tensor):
         return row.data_ptr(), row.dtype, row.stride(0)
     return row.addresses, row[0].dtype, 1
@@ -100,7 +105,7 @@ def _memory_key(row: Operand) -> tuple[Any, torch.dtype, int]:
 def _address_table(
     order: Sequence[tuple[Any, torch.dtype, int]], lengths: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """Return a table on the device with one line per row: the addresses of its pieces, and its stride."""
+    """Build a table on the device with one line for each row: the addresses of its pieces, and its stride."""
     table = np.empty((len(order), len(lengths) + 1), np.int64)
     for line, (address, dtype, stride) in zip(table, order, strict=True):
         line[:-1] = address if isinstance(address, tuple) else address + edges(lengths)[:-1] * stride * dtype.itemsize
@@ -110,7 +115,7 @@ def _address_table(
 
 @lru_cache(maxsize=64)
 def piece_tables(lengths: tuple[int, ...], blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two cached tables on the device: the edges of the pieces, and the first piece of each block."""
+    """Return two cached tables on the device: the edges of the pieces, and the first piece that each block overlaps."""
     borders = edges(lengths)
     first = np.searchsorted(borders, blocks.table[:, 0], side="right") - 1
     return torch.tensor(borders, device=device), torch.tensor(first, device=device)
@@ -123,6 +128,7 @@ def opaque(value: int) -> int:
         >>> [opaque(n) - 2**41 for n in (0, 1, 16)]
         [1, 3, 33]
     """
+    # The offset of 2^40 keeps the result a 64-bit integer. Small values would be 32-bit integers, another variant.
     return 2 * (value + (1 << 40)) + 1
 
 
@@ -145,6 +151,7 @@ def block_table(blocks: Blocks, device: torch.device) -> Tensor:
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to a device asynchronously."""
+    # Only copies from pinned memory are asynchronous.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 

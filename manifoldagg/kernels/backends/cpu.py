@@ -1,8 +1,8 @@
 """The compiled CPU backend, which passes the memory of tensors to `native.cpp` without copying.
 
-Wheels for Linux on x86-64 include prebuilt libraries for two CPU levels. On other machines, the backend compiles the
-library once and caches it in the user's cache directory. The file name is a hash of the source, compiler, flags and
-processor, so that other processes find the same library.
+Wheels for Linux on x86-64 include prebuilt libraries for two CPU levels. On other machines, the first use compiles the
+library and stores it in the user's cache directory. The file name is a hash of the source, the compiler, its flags and
+the processor, so other processes reuse the library as long as none of these changes.
 """
 
 import ctypes
@@ -74,9 +74,11 @@ def origin() -> str:
 
 
 def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
-    r"""Compute $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64.
+    r"""Compute the products of all pairs of rows over each block.
 
-    The result is `None` if the tensors are not on the CPU, have an unsupported dtype, or are not in plain memory.
+    The result is a float64 array (B, k(k+1)/2). It contains $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and
+    each pair $j \le i$ of rows. If the tensors are not on the CPU, have an unsupported dtype, or are not in plain
+    memory, the result is `None`.
     """
     if rows.tables is None:
         return None
@@ -84,6 +86,7 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
     count = len(blocks.table)
     width = k * (k + 1) // 2
     memory = array("d", bytes(8 * count * width))
+    # A small problem is faster on the calling thread, because starting a thread costs more than it saves.
     threads = min(torch.get_num_threads(), count) if rows.size * k > MAX_SERIAL_ENTRIES else 1
     done = _require_library().manifoldagg_gram(
         k, *rows.tables, count, blocks.table_address, memory.buffer_info()[0], threads
@@ -96,9 +99,10 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
 def combine(
     base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
 ) -> Operand | None:
-    r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once.
+    r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ for rows $r_j$, with the coefficients $c^{(s)}$ in segment $s$.
 
-    The result is `None`, and nothing is written, under the same conditions as in `block_products`.
+    The sum is formed in float64 and rounded once. Under the same conditions as in `block_products`, the result is
+    `None`, and nothing is written.
     """
     if rows.tables is None:
         return None
@@ -108,6 +112,7 @@ def combine(
         return None
     count = len(blocks.table)
     threads = min(torch.get_num_threads(), count) if rows.size * len(rows.plus) > MAX_SERIAL_ENTRIES else 1
+    # `array` has a stable address, in contrast to a list. It is alive until the call returns.
     numbers = array("d", [c for line in coefficients for c in line])
     read = rows.distinct if base is None else (*rows.distinct, base)
     stream = 8 * rows.size >= MIN_STREAMING_BYTES and _use_streaming_store(read, rows.size, out)
@@ -123,8 +128,8 @@ def combine(
 def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[bool]) -> bool | None:
     """Compute several linear combinations from the values that the operands have before the first write.
 
-    `deferred` marks the outputs that later combinations read. The result is `None`, and nothing is written, under the
-    same conditions as in `block_products`.
+    An output is deferred if a later combination reads the memory that it overwrites, and `deferred` marks these
+    outputs. Under the same conditions as in `block_products`, the result is `None`, and nothing is written.
     """
     like = combinations[0].target
     goals = _describe_goals(combinations, deferred, like.lengths)
@@ -146,7 +151,7 @@ def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[b
 def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCombination]) -> np.ndarray | None:
     """Compute the `block_products` of rows, and linear combinations with one coefficient per row, in one pass.
 
-    The result is `None`, and nothing is written, under the same conditions as in `block_products`.
+    Under the same conditions as in `block_products`, the result is `None`, and nothing is written.
 
     Args:
         rows: the rows of the products.
@@ -174,7 +179,10 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Compute the sums $h$ (S, n) of `reduction.pairwise_sum` with the same bits. `block_sums` is overwritten."""
+    """Compute the high parts $h$ (S, n) of `reduction.pairwise_sum` in compiled code, with the same bits.
+
+    The array `block_sums` serves as scratch memory and is overwritten.
+    """
     block_sums = np.ascontiguousarray(block_sums)
     width = block_sums.shape[1]
     total = np.zeros((len(blocks.segment_bounds), width))
@@ -187,7 +195,11 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
 def _describe_goals(
     combinations: Sequence[LinearCombination], deferred: Sequence[bool], lengths: tuple[int, ...] | None
 ) -> "tuple[array[int], list[Any]] | None":
-    """Return a table of linear combinations for the library, and the objects that own the memory of the table."""
+    """Encode linear combinations as the table of integers that `native.cpp` reads.
+
+    The table contains addresses. The second result therefore lists the objects that own this memory, and the caller
+    must keep them alive during the native call. If a row cannot be read natively, the result is `None`.
+    """
     table = array("q")
     owners: list[Any] = []
     for goal, aside in zip(combinations, deferred, strict=True):
@@ -213,10 +225,11 @@ def _describe(row: Operand | None, lengths: tuple[int, ...] | None) -> bytes:
 
 
 def _use_streaming_store(read: Sequence[Operand], size: int, out: Operand) -> bool:
-    """Return whether to bypass the cache, which is useful if the target is large and not read."""
+    """Return whether to write the target past the cache, which is faster if it is large and not an operand."""
     itemsize = out.itemsize if isinstance(out, Tensor) else max(dtype.itemsize for dtype in out.dtypes)
     if size * itemsize < MIN_STREAMING_BYTES:
         return False
+    # A target that is also read is in the cache already, and a streaming store would evict it.
     apart = set(_addresses(out))
     return all(apart.isdisjoint(_addresses(row)) for row in read)
 
@@ -235,7 +248,7 @@ def _require_library() -> ctypes.CDLL:
 
 @cache
 def _find_library() -> ctypes.CDLL | str:
-    """Load or build the library and install its tensor reader. Return the library, or the reason of a failure."""
+    """Load or build the library and install its tensor reader. Return the library, or the reason for a failure."""
     found = _load_or_build()
     if not isinstance(found, str):
         set_reader(load_reader(Path(found._name)))
@@ -292,11 +305,12 @@ def _load(path: Path) -> ctypes.CDLL:
 
 @contextmanager
 def _cache_dir() -> Iterator[Path]:
-    """Yield the directory of compiled libraries: the user's cache directory, or a temporary directory."""
+    """Yield the user's cache directory for compiled libraries, or a temporary directory if that one is unusable."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         folder = Path(os.environ.get("MANIFOLDAGG_CACHE") or Path(cache) / "manifoldagg").expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # A library from the directory of another user could contain any code.
         own = not hasattr(os, "getuid") or folder.stat().st_uid == os.getuid()
         usable = own and os.access(folder, os.W_OK)
     except (OSError, RuntimeError):  # RuntimeError: the home directory is unknown
@@ -323,6 +337,7 @@ def _cpu_features() -> str:
 
 
 def _build(compiler: str, path: Path) -> None:
+    # Several processes may build at the same time. The atomic rename lets each of them see a complete file.
     with atomic_write(path) as draft:
         command = [compiler, *COMPILER_FLAGS, "-o", str(draft), *map(str, SOURCES)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)

@@ -51,9 +51,9 @@ typedef float F __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t I __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t H __attribute__((vector_size(2 * WIDTH)));
 
-// The upper half of a float. Rounding goes by way of float, as in torch: to nearest, ties to even. It adds half a unit
-// of the last retained bit minus one, plus one if this bit is odd. A NaN is handled separately, because the carry could
-// make it an infinity.
+// A bfloat16 number, which is the upper half of a float. A double is rounded to float first, as in torch, and then to
+// the nearest bfloat16 number, ties to even. The second rounding adds half a unit of the last retained bit minus one,
+// plus one if this bit is odd. A NaN is handled separately, because the carry could make it an infinity.
 struct bf16 {
   uint16_t bits;
   operator double() const { uint32_t u = uint32_t(bits) << 16; float f; std::memcpy(&f, &u, 4); return f; }
@@ -69,7 +69,7 @@ struct f16 {
   _Float16 value;
   operator double() const { return double(float(value)); }
   f16() = default;
-  // Rounding goes by way of float, as in torch. Direct rounding from double can break ties differently.
+  // A double is rounded to float first, as in torch. Direct rounding from double can break ties differently.
   explicit f16(double x) : value(_Float16(float(x))) {}
 };
 
@@ -98,7 +98,7 @@ template <class Call> void dispatch_panel_size(int64_t n, const Call& call) {
   if constexpr (PANEL > 3) return call.template operator()<PANEL - 2>();
 }
 
-// Explicit instructions, because compilers generate several for a converted vector.
+// The conversions use explicit instructions, because compilers generate several instructions for a converted vector.
 V to_double(F f) {
 #if defined(__AVX512F__)
   return (V)_mm512_cvtps_pd((__m256)f);
@@ -118,7 +118,7 @@ F to_float(V v) {
 #endif
 }
 
-// memcpy, because addresses may be unaligned.
+// Vectors are loaded with memcpy, because addresses may be unaligned.
 template <class T> V load(const T* p) {
   V v;
   for (int l = 0; l < WIDTH; l++) v[l] = double(p[l]);
@@ -128,7 +128,7 @@ template <> V load(const double* p) { V v; std::memcpy(&v, p, sizeof v); return 
 template <> V load(const float* p) { F f; std::memcpy(&f, p, sizeof f); return to_double(f); }
 #if defined(__AVX512F__)
 template <> V load(const bf16* p) {
-  // Shuffle from two copies: one instruction per half instead of widening and shifting.
+  // A shuffle of two copies needs one instruction per half, in contrast to widening and shifting.
   const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
   const __m256i upper = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
                                          -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
@@ -166,7 +166,7 @@ template <class X> void store_vector(X x, void* p, bool streaming) {
 template <class T> void store(T* p, V v, bool) { for (int l = 0; l < WIDTH; l++) p[l] = T(v[l]); }
 template <> void store(double* p, V v, bool streaming) { store_vector(v, p, streaming); }
 template <> void store(float* p, V v, bool streaming) { store_vector(to_float(v), p, streaming); }
-// The rounding of struct bf16 for a whole register; the results are in the upper halves.
+// Round a whole register in the same way as struct bf16. The results are in the upper halves of the entries.
 I bf16_bits(V v) {
   const F f = to_float(v);
   const I u = (I)f, nearest = u + 0x7fff + ((u >> 16) & 1);
@@ -221,7 +221,7 @@ void keep_in_register([[maybe_unused]] V& v) {
 #endif
 }
 
-// Load entries of a vector of any dtype and stride. With SUBTRACT, subtract them from the values in `to`.
+// Load n entries of a vector of any dtype and stride into `to`. With SUBTRACT, subtract them from the values in `to`.
 template <bool SUBTRACT> void load_as_double(const Vec& x, int64_t p, int64_t n, double* to) {
   dispatch_dtype(x.dtype, [&]<class T>() {
     const T* from = (const T*)x.data + p * x.stride;
@@ -275,7 +275,7 @@ struct Prefetcher {
 // of N.
 template <int M, int N>
 __attribute__((noinline)) void panel_products(const double* const* a, const double* const* b, int64_t n, V* sums) {
-  // Enough sums at once to hide the latency, but few enough for the registers.
+  // Several sums at once hide the latency of an addition. Only so many are used that they fit into the registers.
   constexpr int PARTS_PER_PASS = M * N * VECTORS_PER_SUM <= 12 ? VECTORS_PER_SUM : 1;
   const double *left[M], *right[N];
   UNROLLED for (int i = 0; i < M; i++) left[i] = a[i];
@@ -307,8 +307,10 @@ __attribute__((noinline)) void panel_products(const double* const* a, const doub
   }
 }
 
-// The source of the rows: memory, read once and prefetched by PREFETCH_BYTES; memory, with a copy to float64 lines; or
-// lines.
+// The source of the rows of a product:
+// - memory: the rows are read once and prefetched by PREFETCH_BYTES.
+// - memory_to_lines: the rows are read from memory and also copied to float64 lines.
+// - lines: the rows are read from float64 lines.
 enum class Source { memory, memory_to_lines, lines };
 
 // Multiply M rows by one another, in B interleaved blocks. Rows a[i * M] to a[i * M + M - 1] belong to block i. Add to
@@ -415,7 +417,7 @@ int64_t next_tile_length(const Pieces& pieces, int64_t p, int64_t stop, int64_t 
   return std::min(end, limit) - p;
 }
 
-// The order is fixed, so that sums depend on the block alone.
+// Add the lanes in a fixed order, so that a sum depends only on the entries of its block.
 double sum_lanes(const V* parts) {
   double l[LANES];
   std::memcpy(l, parts, sizeof l);
@@ -465,7 +467,8 @@ void tile_products(Panels panels, const T* const* read, double* lines, int64_t p
   });
 }
 
-// The sums over the first entries of a block, whole vectors, for few rows.
+// The sums over the first `entries` entries of a block, if the caller has already computed them. They exist only for
+// few rows, and `entries` is a multiple of LANES.
 struct PartialSums { int64_t entries = 0; const V* sums = nullptr; };
 
 // Compute the sums over a block of the products of some rows with some others, or with one another.
@@ -586,7 +589,8 @@ __attribute__((noinline)) void add_rows(const Term* terms, int64_t p, int64_t n,
   }
 }
 
-// Combine all rows at once, from the base (or zero) to the result. A tile in between would limit the speed.
+// Combine all rows at once, from the base (or zero) to the result. Storing intermediate sums in a tile would limit the
+// speed.
 template <class T, int K, bool SUBTRACT>
 __attribute__((noinline)) void combine_untiled(const Term* terms, int64_t n, const T* base, T* to, bool streaming, int64_t p) {
   constexpr int LINE = 64 / sizeof(T), STEP = std::max(LINE, 2 * WIDTH);
@@ -612,7 +616,7 @@ __attribute__((noinline)) void combine_untiled(const Term* terms, int64_t n, con
       }
     }
   };
-  // Types instead of values, so that the loops have no branches.
+  // The flags are types and not values, so that the loops have no branches.
   using yes = std::true_type;
   using no = std::false_type;
   if (streaming) base ? loop(yes{}, yes{}) : loop(yes{}, no{});
@@ -705,8 +709,10 @@ void gather_terms(int64_t k, int64_t count, int64_t piece, const Vec* plus, cons
     if (coefficients[j] != 0) terms.push_back({plus[j * count + piece], minus[j * count + piece], coefficients[j]});
 }
 
-// One of several linear combinations that are computed together. `per_segment`: each segment has its own coefficients.
-// `deferred`: a later combination reads the target. `streaming`: bypass the cache.
+// One of several linear combinations that are computed together. The flags are:
+// - per_segment: each segment has its own coefficients.
+// - deferred: a later combination reads the target, so the result is written after all combinations of a tile.
+// - streaming: the result bypasses the cache.
 struct LinearCombination {
   int64_t k, per_segment, deferred, streaming;
   const Vec *plus, *minus, *base, *out;
@@ -753,8 +759,9 @@ template <class Work> bool parallel_for_blocks(int64_t blocks, int64_t threads, 
     std::mutex lock;
     std::condition_variable all;
   };
-  // Shared state that outlives the call. On a busy machine, a thread may start after all blocks are done. It then finds
-  // no block, and the call does not wait for it. A thread accesses the caller's data only while there are blocks.
+  // The shared state outlives the call, because on a busy machine a thread may start after all blocks are done. Such a
+  // thread finds no block, and the call does not wait for it. Threads access the caller's data only while there are
+  // blocks.
   const auto shared = std::make_shared<Shared>();
   auto run = [shared, blocks, &work] {
     int64_t mine = 0;

@@ -1,7 +1,7 @@
 """The reference backend in plain PyTorch, which processes one cache-sized block after another.
 
-torch does not split operations on a single block over threads. The result therefore does not depend on the number of
-threads.
+The order of a sum would depend on the number of threads if torch split an operation over threads. A single block is too
+small for torch to split, so the results do not depend on the number of threads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +27,11 @@ def unavailable() -> str | None:
 
 @torch.no_grad()
 def block_products(rows: Operands, blocks: Blocks, scales: np.ndarray | None = None) -> np.ndarray:
-    r"""Compute $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64.
+    r"""Compute the products of all pairs of rows over each block.
 
-    With `scales` $e$ (S, k), row i is first multiplied by $2^{e_{si}}$ in segment s.
+    The result is a float64 array (B, k(k+1)/2). It contains $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and
+    each pair $j \le i$ of rows. If `scales` is an integer array $e$ (S, k), row $i$ is first multiplied by $2^{e_{si}}$
+    in segment $s$.
     """
     k = len(rows.plus)
     lines = _BlockReader(rows, blocks, k)
@@ -40,6 +42,7 @@ def block_products(rows: Operands, blocks: Blocks, scales: np.ndarray | None = N
         for line, power in zip(lines.buffers, () if scales is None else scales[segment].tolist(), strict=False):
             # Multiply twice, because 2^power can exceed the range of float64 although the product does not.
             line.mul_(2.0 ** (power // 2)).mul_(2.0 ** (power - power // 2))
+        # Products of many small matrices, summed afterwards: BLAS would split one long product over threads.
         sums.append(torch.bmm(lines.matrices, lines.matrices.mT).sum(0))
     total = (torch.stack(sums) if sums else lines.scratch.new_zeros(0, k, k)).cpu().numpy()
     found: np.ndarray = total[:, *np.tril_indices(k)]
@@ -50,7 +53,10 @@ def block_products(rows: Operands, blocks: Blocks, scales: np.ndarray | None = N
 def combine(
     base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
 ) -> Operand:
-    r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
+    r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ for rows $r_j$, with the coefficients $c^{(s)}$ in segment $s$.
+
+    The sum is formed in float64 and rounded once.
+    """
     lines = _BlockReader(rows, blocks, 2)
     first = None if base is None else lines.split(base)
     target = lines.split(out)
@@ -58,6 +64,7 @@ def combine(
         total, line = lines.buffers
         total.zero_() if first is None else lines.load(first, b, total)
         for j, c in enumerate(coefficients[segment]):
+            # A row with the coefficient 0 is not read, so that a NaN in it has no effect.
             if c != 0:
                 lines.read(b, j, line)
                 total.add_(line, alpha=c)
@@ -66,10 +73,11 @@ def combine(
 
 
 class _BlockReader:
-    """Float64 buffers into which rows are read, block by block.
+    """A reader that converts one block of each row at a time to float64.
 
-    During iteration, `buffers` has the width of the current block. `matrices` contains the same memory, reshaped for
-    products of small matrices with `PRODUCT_COLUMNS` columns.
+    Iterating over the reader yields the index and the segment of each block. During an iteration, `buffers` contains
+    vectors with the length of the current block. `matrices` is a view of the same memory as a batch of small matrices
+    with `PRODUCT_COLUMNS` columns.
     """
 
     buffers: list[Tensor]
@@ -125,7 +133,7 @@ class _BlockReader:
             at += stop - start
 
     def read(self, b: int, j: int, buffer: Tensor) -> None:
-        """Read block b of row j into a float64 buffer. `subtrahend` caches the latest subtrahend."""
+        """Read block b of row j into a float64 buffer. The last subtrahend is cached, because rows often share it."""
         self.load(self.views[id(self.rows.plus[j])], b, buffer)
         if (minus := self.rows.minus[j]) is None:
             return

@@ -1,11 +1,11 @@
-"""Selection of the backend.
+"""Selection of the backend that executes the kernels.
 
-`set_backend` or the environment variable `MANIFOLDAGG_BACKEND` selects a backend. The default is the compiled backend,
-if it is available.
+The function `set_backend` or the environment variable `MANIFOLDAGG_BACKEND` selects a backend. The default is `"auto"`:
+`triton` for CUDA tensors and `cpu` for CPU tensors, if they are available.
 
-A backend is a module with the functions `block_products` and `combine`. If a backend cannot read the tensors, these
-functions return `None` without side effects. The reference backend then computes the result. The rows of a backend are
-results of `Operands.prepare`.
+A backend is a module with the functions `block_products` and `combine`, which receive rows in the form that
+`Operands.prepare` returns. If a backend cannot read the tensors of a call, these functions return `None` without side
+effects, and the reference backend computes the result.
 """
 
 import functools
@@ -76,6 +76,7 @@ def set_backend(name: str) -> str:
     if name != AUTO and (why := load_backend(name).unavailable()) is not None:
         raise ArgumentError(f"backend: expected an available backend, got {name!r}: {why}")
     _selected = name
+    # The cache contains the modules of the previous selection.
     backend_for.cache_clear()
     return before
 
@@ -102,7 +103,11 @@ def backend_for(device: torch.device) -> ModuleType:
 
 
 def block_products(rows: Operands, blocks: Blocks) -> np.ndarray:
-    r"""Compute $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and $j \le i$: (B, k(k+1)/2) float64."""
+    r"""Compute the products of all pairs of rows over each block.
+
+    The result is a float64 array (B, k(k+1)/2). It contains $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and
+    each pair $j \le i$ of rows.
+    """
     rows = rows.prepare()
     found: np.ndarray | None = backend_for(rows.device).block_products(rows, blocks)
     return reference.block_products(rows, blocks) if found is None else found
@@ -111,8 +116,12 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray:
 def combine(
     base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
 ) -> None:
-    r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ on each segment, summed in float64 and rounded once."""
+    r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ for rows $r_j$, with the coefficients $c^{(s)}$ in segment $s$.
+
+    The sum is formed in float64 and rounded once.
+    """
     rows = rows.prepare()
+    # Backends read and write contiguous tensors. Other targets are written through a temporary copy.
     start = base.contiguous() if isinstance(base, TensorList) and not base.is_contiguous else base
     target = out.new_empty() if isinstance(out, TensorList) and not out.is_contiguous else out
     if backend_for(rows.device).combine(start, rows, coefficients, blocks, target) is None:
@@ -163,6 +172,7 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
 
 
 def _combine_sequentially(combinations: Sequence[LinearCombination], deferred: Sequence[bool]) -> None:
+    # Deferred outputs are computed first, into temporary memory, while all operands still have their old values.
     held = []
     for goal, late in sorted(zip(combinations, deferred, strict=True), key=lambda pair: not pair[1]):
         target = goal.target.new_empty() if late else goal.target
@@ -175,7 +185,7 @@ def _combine_sequentially(combinations: Sequence[LinearCombination], deferred: S
 
 
 def describe_backends() -> list[tuple[str, str]]:
-    """Return pairs (name, status) for all backends, followed by the selected backend and its speed."""
+    """Return a pair (name, status) for each backend, and a last pair with the selected backend and its speed."""
     why = {name: load_backend(name).unavailable() for name in BACKENDS}
     lines = [(name, _describe_available(name) if reason is None else reason) for name, reason in why.items()]
     if (name := _selected or _from_env()) != AUTO:
@@ -226,7 +236,12 @@ def _default_backend(device: str) -> str:
 
 
 def _time_step(name: str) -> float:
-    """Measure the seconds of one call of `gram` and one of `combine` with a CPU backend: the minimum of three runs."""
+    """Measure the seconds that the kernels take for one step with a CPU backend.
+
+    A step is one call of `block_products` and one of `combine`. The result is the minimum of three runs, because other
+    processes can only slow down a run.
+    """
+    # The minimum is the time without interruptions by other processes.
     base, *vectors = [torch.full((BENCHMARK_SIZE,), float(i), dtype=torch.float32, device="cpu") for i in range(4)]
     rows = Operands.of(vectors, base).prepare()
     out = torch.empty_like(base)

@@ -1,8 +1,8 @@
 // Read the address, shape, strides and dtype of every tensor of a Python tuple in one call.
 //
-// Newer versions of PyTorch export these through the C exchange API of DLPack. This file includes neither Python.h nor
-// PyTorch headers, so that one library supports every version of Python and PyTorch. `tensor_reader.py` passes in the
-// few functions of Python's stable ABI that it calls. The caller must hold the GIL.
+// Newer versions of PyTorch export these attributes through the C exchange API of DLPack. This file includes neither
+// Python.h nor PyTorch headers, so that one library supports every version of Python and PyTorch. It only calls a few
+// functions of Python's stable ABI, whose addresses `tensor_reader.py` passes in. The caller must hold the GIL.
 
 #include <cstddef>
 #include <cstdint>
@@ -70,7 +70,8 @@ Kind kind_of(DataType dtype) {
   return dtype.bits == 32 ? F32 : dtype.bits == 64 ? F64 : dtype.bits == 16 ? F16 : OTHER;
 }
 
-// The number of entries, the extent in memory (in entries), and whether the tensor is contiguous.
+// The number of entries of a tensor, the distance in memory from the first to the end of the last entry (in entries),
+// and whether the tensor is contiguous.
 struct Extent {
   int64_t size = 1, reach = 1;
   bool contiguous = true;
@@ -89,7 +90,7 @@ Extent extent_of(const DLTensor& tensor) {
   return found;
 }
 
-// A subclass may override what an attribute means, so its tensors are not read.
+// A subclass of Tensor may change the meaning of an attribute, so its tensors are not read.
 bool has_plain_type(const Python& python, void* object) {
   void* type = python.object_type(object);
   python.decref(type);

@@ -1,7 +1,7 @@
 """The native reader of tensor lists, which reads address, shape, strides and dtype of all tensors in one C call.
 
-The reader needs the C exchange API of DLPack. On older versions of PyTorch without this API,
-[`TensorList`][manifoldagg.kernels.TensorList] reads each attribute in Python.
+The reader needs the C exchange API of DLPack. If the installed PyTorch does not have this API,
+[`TensorList`][manifoldagg.kernels.TensorList] reads each attribute in Python, which is slower.
 """
 
 import ctypes
@@ -37,6 +37,7 @@ def load_reader(path: Path) -> Callable[[tuple[Tensor, ...]], bytes] | None:
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None or sys.implementation.name != "cpython":  # `id` is an address in CPython only.
         return None
+    # DLPack does not report negative views, so the reader calls `is_neg` through its C function pointer.
     method = torch.empty(0).is_neg
     flags_of = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(("PyCFunction_GetFlags", ctypes.pythonapi))
     function_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyCFunction_GetFunction", ctypes.pythonapi))

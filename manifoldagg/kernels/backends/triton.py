@@ -231,7 +231,7 @@ def _decode(value):
 @_jit
 @no_type_check
 def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIGNED: constexpr):
-    """Return pointers to entries of vector t. A bf16 entry is addressed as its 16 bits."""
+    """Return pointers to entries of vector t. Entries in bf16 are addressed as 16-bit integers."""
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
     pointer = _decode(addresses[t]).to(tl.pointer_type(kind))
     # An opaque address hides its divisibility. Without this hint, a thread would load entry by entry.
@@ -256,7 +256,10 @@ def _piece_pointers(t: constexpr, piece, addresses, strides, offsets, mask, DTYP
 @_jit
 @no_type_check
 def _find_piece(piece, addresses, low):
-    """Return the piece that contains the entry `low`. The search begins at `piece` and goes upwards."""
+    """Return the piece that contains the entry `low`.
+
+    The search goes upwards from `piece`. It is short, because the kernels visit the tiles in ascending order.
+    """
     while tl.load(addresses[1] + piece + 1) <= low:
         piece += 1
     return piece
@@ -373,7 +376,7 @@ def _block_products_kernel(
     table, out, place, addresses, strides, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr, DTYPES: constexpr,
     ALIGNED: constexpr, PIECES: constexpr, WIDTH: constexpr, LANES: constexpr,
 ):  # fmt: skip
-    """Compute the sums of one block for each lane, then add the lanes."""
+    """Compute the sums of one block in `LANES` separate lanes, then add the lanes."""
     # The offset of the sums, block * k(k+1)/2, can exceed 2^31, so it needs 64-bit arithmetic.
     block = tl.program_id(0).to(tl.int64)
     start, stop, first, last, tile = _block_range(table + 3 * block, WIDTH, LANES)

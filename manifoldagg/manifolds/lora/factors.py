@@ -1,9 +1,9 @@
 r"""Algebra of factored matrices: inner products, linear combinations, and best low-rank approximations.
 
 A *stack* is a tensor (*batch, m + n, r) that represents the matrix $X = B A$. It consists of $B$ (m, r) on top of
-$A^\top$ (n, r). Operations on several stacks use small cores in orthonormal bases of all columns, in float64. Their
-errors are proportional to the condition number of the factors. The errors of the direct formula
-$\operatorname{tr}(B_1^\top B_2 A_2 A_1^\top)$ are proportional to its square.
+$A^\top$ (n, r). Operations on several stacks first compute orthonormal bases of all columns, and then work on small
+cores in these bases, in float64. Their errors are therefore proportional to the condition number of the factors. The
+errors of the direct formula $\operatorname{tr}(B_1^\top B_2 A_2 A_1^\top)$ would be proportional to its square.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,6 +51,7 @@ class FactorQR:
     def of(cls, factor: Tensor, dtype: torch.dtype) -> "FactorQR":
         """Decompose a float64 factor whose entries are rounded to `dtype`."""
         whole, small = torch.linalg.qr(factor)
+        # Rounding to `dtype` perturbs singular values by this tolerance, so smaller values carry no information.
         tolerance = max(factor.shape[-2:]) * torch.finfo(dtype).eps
         inverse = torch.linalg.pinv(small, rtol=tolerance)
         with torch.no_grad():
@@ -63,11 +64,13 @@ class FactorQR:
 class TruncatedSVD:
     """The best approximation of a matrix by a matrix of lower rank, and its error.
 
+    Forming the bases of both factors would be expensive. They are therefore stored as functions that multiply by them.
+
     Attributes:
         values: all singular values (*batch, any), in descending order.
         rank: the number of retained singular values.
-        left: multiplication by the basis of the left factor, with the result (*batch, m, any).
-        right: multiplication by the basis of the right factor, with the result (*batch, n, any).
+        left: a function that multiplies coordinates by the basis of the left factor, and returns (*batch, m, any).
+        right: a function that multiplies coordinates by the basis of the right factor, and returns (*batch, n, any).
         coordinates: the coordinates of the left and of the right singular vectors.
     """
 
@@ -110,6 +113,7 @@ class TruncatedSVD:
         return replace(self, values=values, coordinates=(left, right))
 
     def _stack(self, part: slice) -> Tensor:
+        # Each factor gets the square root of every singular value, so both factors have equal Gram matrices.
         roots = self.values[..., part].sqrt().unsqueeze(-2)
         left, right = (vectors[..., part] * roots for vectors in self.coordinates)
         return torch.cat([self.left(left), self.right(right)], -2)
@@ -138,7 +142,9 @@ def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
 
 
 def balance(x: Tensor, m: int) -> Tensor:
-    r"""Compute balanced factors $U\sqrt\Sigma$ and $V\sqrt\Sigma$ of a matrix that is given as a stack of two factors.
+    r"""Compute the balanced factors $U\sqrt\Sigma$ and $V\sqrt\Sigma$ of a matrix that is given as a stack.
+
+    $U \Sigma V^\top$ is the singular value decomposition of the matrix.
 
     Example:
         >>> balance(torch.tensor([[8.0], [2.0]]), 1).abs().flatten()
@@ -148,7 +154,9 @@ def balance(x: Tensor, m: int) -> Tensor:
 
 
 def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: int) -> Tensor:
-    r"""Return a stack of $\sum_i c_i X_i$ in float64, (*batch, m + n, sum of ranks), by concatenating the factors.
+    r"""Return a stack (*batch, m + n, sum of ranks) that represents $\sum_i c_i X_i$, in float64.
+
+    $X_i$ are the matrices of the given stacks. Their factors are concatenated, so the ranks add up.
 
     Example:
         >>> combine_stacks([2.0, -1.0], [torch.ones(2, 1), torch.ones(2, 1)], 1)
@@ -168,9 +176,11 @@ def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: i
 class JointBasis:
     r"""Several matrices that share a pair of orthonormal bases, $X_i = Q\, C_i P^\top$.
 
+    Sums and inner products of the matrices $X_i$ are therefore sums and inner products of their small cores $C_i$.
+
     Attributes:
-        left: multiplication of coordinates (*batch, p, any) by $Q$, with the result (*batch, m, any).
-        right: multiplication of coordinates (*batch, q, any) by $P$, with the result (*batch, n, any).
+        left: a function that multiplies coordinates (*batch, p, any) by $Q$, and returns (*batch, m, any).
+        right: a function that multiplies coordinates (*batch, q, any) by $P$, and returns (*batch, n, any).
         cores: the cores $C_i$ (k, *batch, p, q).
         columns: the concatenated factors of all $X_i$ in these bases, (*batch, p, any) and (*batch, q, any).
         ranks: the number of columns of each $X_i$.
@@ -203,8 +213,8 @@ class JointBasis:
     def gram(self, rows: Tensor) -> Tensor:
         r"""Compute the inner products (*batch, j, j) of the combinations $\sum_i c_{ji} X_i$ with coefficients (j, k).
 
-        The cores are combined before they are multiplied. For a small difference of two matrices, this avoids the
-        cancellation of a difference of squared norms.
+        The cores are combined first and multiplied afterwards. For a small difference of two matrices, a difference of
+        squared norms would cancel.
 
         Example:
             >>> near = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.5]])  # 2 and 2.5
@@ -223,9 +233,10 @@ class JointBasis:
     def rounding(self, coefficients: Tensor, truncated_svd: TruncatedSVD) -> Tensor:
         r"""Return a bound on the rounding error of each singular value of $\sum_i c_i X_i$, (*batch, any).
 
-        A column $b$ of B and the corresponding row $a$ of A are rounded to their original dtype. This changes a
-        singular value with the vectors $u$, $v$ by $\varepsilon |b| (a \cdot v)$ and $\varepsilon (u \cdot b) |a|$.
-        Rounding errors are therefore large only in the directions of large columns, for example after a cancellation.
+        A column $b$ of B and the corresponding row $a$ of A were rounded to their original dtype with the machine
+        epsilon $\varepsilon$. This changes a singular value with the singular vectors $u$ and $v$ by $\varepsilon |b|
+        (a \cdot v)$ and $\varepsilon (u \cdot b) |a|$. The bound is therefore large only in the directions of large
+        columns, for example after a cancellation.
 
         Args:
             coefficients: the coefficients (k,).

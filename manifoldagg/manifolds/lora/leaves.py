@@ -22,7 +22,7 @@ __all__ = ["Adapters", "FactorEntries", "ScaledBias", "trainable_factors"]
 
 @dataclass(frozen=True)
 class FactorEntries:
-    """The two entries of a state dict that form one leaf, $X = s B A$.
+    """The two entries of a state dict that form one leaf, the scaled product $X = s B A$.
 
     Attributes:
         first: A (r, ...). Its other axes count as one axis.
@@ -72,7 +72,9 @@ class FactorEntries:
         return self.first.shape[0]
 
     def check(self, state: Mapping[str, Tensor], prefix: str) -> int:
-        """Check two tensors against the entries, and return their rank. The entries can have another rank.
+        """Check two tensors of a state dict against the entries, and return their rank.
+
+        The rank of the tensors may differ from the rank of the entries.
 
         Raises:
             StateDictError: if a tensor does not match. The message contains its name.
@@ -238,11 +240,15 @@ class Adapters:
         return entries
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Replace the stacked factors of each pair by the approximate norm of the matrix that they represent."""
+        """Replace the stacked factors of each pair by the approximate norm of the matrix that they represent.
+
+        Different factors can represent the same matrix. The norm does not depend on this choice.
+        """
         norms = dict(stacked)
         for name, pair in self._factors_by_leaf.items():
             x = stacked[name].detach().double().view(pair.leaf.shape)
             b, a = x[: pair.space.m], x[pair.space.m :]
+            # |B A|² = <BᵀB, A Aᵀ> needs only matrices of the size of the rank.
             norms[name] = ((b.mT @ b) * (a.mT @ a)).sum().clamp(min=0).sqrt()[None]
         return norms
 
@@ -344,6 +350,7 @@ def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -
         dtype: the dtype of the original factors, whose rounding errors do not count as rank.
     """
     point = truncated_svd.point
+    # A singular value at the rounding level of the original factors does not count as rank.
     rounding = len(truncated_svd.values) * torch.finfo(dtype).eps * truncated_svd.values[:1]
     numerical_rank = int((truncated_svd.values[: truncated_svd.rank] > rounding).sum())
     if numerical_rank < truncated_svd.rank:
@@ -355,6 +362,7 @@ def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -
 
 @lru_cache(maxsize=16)
 def _initial_factor(n: int, rank: int) -> Tensor:
+    # The fixed seed makes the result of `split` reproducible.
     bound = 1 / math.sqrt(n)
     drawn = torch.rand(n, rank, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return bound * (2 * drawn - 1)

@@ -123,6 +123,7 @@ class LowRank(Manifold):
         columns = x.shape[-1]
         if columns == self.rank:
             return x
+        # Zero columns change only the representation.
         if columns < self.rank:
             return torch.cat([x, x.new_zeros(*x.shape[:-1], self.rank - columns)], -1)
         return truncate(x, self.m, self.rank).point.to(x.dtype)
@@ -179,7 +180,7 @@ class LowRank(Manifold):
         return FactorQR.of(b, x.dtype), FactorQR.of(a, x.dtype)
 
     def _horizontal(self, left: FactorQR, right: FactorQR, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors of the same tangent whose dB is orthogonal to B."""
+        """Return the representation (dB, dAᵀ) of a tangent in which dB is orthogonal to B."""
         db, da = self._split(u)
         # The part U (Uᵀ dB Sᵀ) Vᵀ, which moves to the other factor, does not depend on the gauge. The condition number
         # of the gauge is therefore not squared.
@@ -187,7 +188,10 @@ class LowRank(Manifold):
         return orthogonal_part(left.basis, db), da + right.full_basis @ (left.inverse @ inside).mT
 
     def _coordinates(self, left: FactorQR, right: FactorQR, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return M, U_p and V_p. The squared norm of the tangent is the sum of their squared norms."""
+        """Return the components M, U_p and V_p of a tangent, as the docstring of the class defines them.
+
+        They are orthogonal to each other, so the squared norm of the tangent is the sum of their squared norms.
+        """
         db, da = self._split(u)
         columns = db @ right.factor.mT
         rows = da @ left.factor.mT

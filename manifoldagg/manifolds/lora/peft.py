@@ -153,6 +153,7 @@ def find_first_factor(names: Iterable[str]) -> str | None:
         >>> find_first_factor(["w", "q.lora_A.weight", "q.lora_B.weight"])
         'q.lora_A.weight'
     """
+    # For a model without adapters, one search in the joined names is faster than matching each name.
     known = list(names)
     if "lora_" not in "".join(known):
         return None

@@ -108,6 +108,7 @@ def _find_pattern(patterns: Iterable[Any], name: str, prefix: str) -> str | None
     """Return the first pattern that matches the name of a module in the same way as in PEFT."""
     for pattern in patterns:
         try:
+            # PEFT matches a pattern against the end of a module's name, after a dot or at the start.
             if re.match(rf"(.*\.)?({pattern})$", name.removeprefix(PEFT_PREFIX)):
                 return str(pattern)
         except (re.error, TypeError) as error:

@@ -100,7 +100,7 @@ def combined(base, rows, coefficients, blocks, dtype):
 
 @FEW
 @given(seeds, SIZES, layouts(), st.sampled_from(["none", "one", "each"]))
-def test_partials_are_the_sums_of_each_block(seed, size, layout, sharing):
+def test_block_products_are_the_sums_of_each_block(seed, size, layout, sharing):
     rows, blocks = rows_of(seed, size, *layout[:2], sharing), cut([size])
     expected, bound = exact(rows, blocks)
     found = backend.block_products(rows, blocks)
@@ -110,7 +110,7 @@ def test_partials_are_the_sums_of_each_block(seed, size, layout, sharing):
 
 @FEW
 @given(seeds, st.lists(st.sampled_from([0, 1, 5, 16, 40, 150]), min_size=1, max_size=4), st.sampled_from([0, 1]))
-def test_segments_are_cut_anywhere(seed, lengths, offset):
+def test_segments_may_start_anywhere(seed, lengths, offset):
     rows, blocks = Operands.of([vector(seed + i, sum(lengths), torch.float32, offset) for i in range(2)]), cut(lengths)
     expected, bound = exact(rows, blocks)
     assert (abs(backend.block_products(rows, blocks) - expected) <= bound).all()
@@ -140,7 +140,7 @@ def test_combine_rounds_once_and_may_overwrite_an_operand(seed, size, layout, sh
 
 @pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_row_with_coefficient_zero_leaves_no_trace(segments, shared):
+def test_a_row_with_coefficient_zero_has_no_effect(segments, shared):
     bad = torch.full((40,), math.inf, device=DEVICE)
     rows = Operands.of([bad, vector(0, 40, torch.float32)], [bad if shared else None, None])
     lines = [[0.0, 2.0 + s] for s in range(segments)]
@@ -151,7 +151,7 @@ def test_a_row_with_coefficient_zero_leaves_no_trace(segments, shared):
     assert torch.equal(out.cpu(), expected)
 
 
-def test_a_row_is_read_in_the_segments_that_use_it_and_not_in_others():
+def test_a_row_is_read_only_in_segments_that_use_it():
     row = torch.cat([torch.ones(20), torch.full((20,), math.inf)]).to(DEVICE)
     other = torch.ones(40, device=DEVICE)
     lines = [[2.0, 1.0], [0.0, 3.0]]
@@ -165,7 +165,7 @@ def test_a_row_is_read_in_the_segments_that_use_it_and_not_in_others():
 
 
 @pytest.mark.parametrize("k", [8, 9, 13])
-def test_many_rows_are_taken_in_groups(k):
+def test_many_rows_are_processed_in_groups(k):
     rows = Operands.of([vector(i, 37, torch.float32) for i in range(k)], vector(k, 37, torch.float32))
     blocks = cut([30, 7])
     expected, bound = exact(rows, blocks)
@@ -175,7 +175,7 @@ def test_many_rows_are_taken_in_groups(k):
     assert torch.equal(out.cpu(), combined(None, rows, coefficients, blocks, torch.float32))
 
 
-def test_blocks_and_lanes_as_shipped(monkeypatch):
+def test_the_default_block_size_and_lanes(monkeypatch):
     monkeypatch.undo()
     assert backend.LANES == 256
     size = cutting.BLOCK_SIZE + 2049
@@ -207,7 +207,7 @@ def special(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rounding_is_that_of_torch_and_keeps_denormals(dtype):
+def test_rounding_agrees_with_torch_and_preserves_subnormals(dtype):
     values = special(dtype)
     expected = values.float().to(dtype) if dtype.itemsize == 2 else values.to(dtype)
     for offset in (0, 1):
@@ -230,19 +230,19 @@ def test_every_value_is_widened_exactly(dtype):
 
 
 @pytest.mark.parametrize("c", [5e-324, -0.1, 1.7e308, 2.0**-1060, 1.0])
-def test_a_coefficient_keeps_its_bits(c):
+def test_coefficients_preserve_every_bit(c):
     one = torch.ones(3, dtype=torch.float64, device=DEVICE)
     assert backend.combine(None, Operands.of([one]), [[c]], cut([3]), one).tolist() == [c] * 3
 
 
-def test_nothing_has_no_blocks():
+def test_empty_rows_have_no_blocks():
     empty = torch.ones(0, device=DEVICE)
     assert backend.block_products(Operands.of([empty, empty]), cut([0, 0])).shape == (0, 3)
     assert backend.combine(None, Operands.of([empty]), [[1.0]], cut([0]), empty) is empty
     assert backend.combine(None, Operands.of([empty]), [], cut([]), empty) is empty
 
 
-def test_a_combination_of_nothing_is_the_base_or_zero():
+def test_a_combination_without_rows_is_the_base_or_zero():
     base, out = vector(0, 20, torch.float32), torch.full((20,), math.nan, device=DEVICE)
     bad = Operands.of([torch.full((20,), math.nan, device=DEVICE)])
     assert torch.equal(backend.combine(base, bad, [[0.0]], cut([20]), out), base)
@@ -263,7 +263,7 @@ def pieces(row, lengths, dtype=None):
 
 @FEW
 @given(seeds, LENGTHS, st.integers(1, 3), st.sampled_from(DTYPES), st.sampled_from(["none", "one", "each", "vector"]))
-def test_the_bits_do_not_depend_on_how_rows_are_cut(seed, lengths, k, dtype, sharing):
+def test_results_do_not_depend_on_the_pieces(seed, lengths, k, dtype, sharing):
     size = sum(lengths)
     plus, less = [[vector(seed + n, size, dtype) for n in range(first, first + k)] for first in (0, k)]
     whole = {"none": None, "one": less[0], "each": [*less[1:], None], "vector": less[0]}[sharing]
@@ -287,7 +287,7 @@ def test_the_bits_do_not_depend_on_how_rows_are_cut(seed, lengths, k, dtype, sha
         assert torch.equal(out, expected)
 
 
-def test_a_target_in_pieces_is_written_and_nothing_beside_it():
+def test_only_the_pieces_of_a_target_are_written():
     lengths = [3, 0, 50, 1, 90]
     pools = [torch.full((n + 8,), math.nan, device=DEVICE) for n in lengths]
     rows = Operands.of([tuple(torch.ones(n, device=DEVICE) for n in lengths)])
@@ -297,7 +297,7 @@ def test_a_target_in_pieces_is_written_and_nothing_beside_it():
     assert all(pool[:4].isnan().all() and pool[-4:].isnan().all() for pool in pools)
 
 
-def test_rows_of_several_dtypes_are_left_to_another_backend():
+def test_rows_of_several_dtypes_are_not_supported():
     row = (torch.ones(2, device=DEVICE), torch.ones(3, device=DEVICE).double())
     rows = Operands.of([row])
     assert backend.block_products(rows, cut([5])) is None
@@ -315,7 +315,7 @@ def is_taken(*vectors):
     return taken
 
 
-def test_it_takes_floating_tensors_of_its_device():
+def test_only_floating_tensors_on_the_device_are_supported():
     assert all(is_taken(torch.ones(2, dtype=dtype, device=DEVICE)) for dtype in DTYPES)
     assert not is_taken(torch.ones(2, device=DEVICE), torch.ones(2, device=DEVICE).to(torch.float8_e5m2))
     if DEVICE == "cuda":

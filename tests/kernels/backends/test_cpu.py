@@ -93,7 +93,7 @@ def subtrahends(seed, pattern, k, size, dtype):
 
 
 @given(seeds, ROWS, CUTS, st.sampled_from(DTYPES), st.sampled_from(["none", "one", "mixed"]), st.booleans())
-def test_a_gram_matrix_has_the_same_bits_however_the_rows_are_cut(seed, k, lengths, dtype, pattern, strided):
+def test_a_gram_matrix_does_not_depend_on_the_pieces(seed, k, lengths, dtype, pattern, strided):
     size = sum(lengths)
     rows = list(draw(seed, k, size, dtype=dtype))
     minus = subtrahends(seed + 1, pattern, k, size, dtype)
@@ -106,7 +106,7 @@ def test_a_gram_matrix_has_the_same_bits_however_the_rows_are_cut(seed, k, lengt
 
 
 @given(seeds, ROWS, CUTS, st.sampled_from(["none", "one", "mixed"]))
-def test_a_gram_matrix_has_the_same_bits_in_every_dtype_that_holds_the_numbers(seed, k, lengths, pattern):
+def test_a_gram_matrix_of_representable_numbers_does_not_depend_on_the_dtype(seed, k, lengths, pattern):
     size = sum(lengths)
     # Of few digits, so that bf16, which has the fewest, holds them.
     rows = list(draw(seed, k, size, dtype=torch.bfloat16).clamp(-100, 100))
@@ -149,9 +149,7 @@ def test_an_entry_does_not_depend_on_the_other_rows(seed, k, size, pattern):
     st.booleans(),
     st.integers(0, 3),
 )
-def test_a_combination_has_the_same_bits_however_the_rows_are_cut(
-    seed, k, lengths, dtype, pattern, strided, based, offset
-):
+def test_a_combination_does_not_depend_on_the_pieces(seed, k, lengths, dtype, pattern, strided, based, offset):
     size = sum(lengths)
     rows = list(draw(seed, k, size, dtype=dtype))
     minus = subtrahends(seed + 1, pattern, k, size, dtype)
@@ -175,7 +173,7 @@ def test_a_combination_has_the_same_bits_however_the_rows_are_cut(
 
 
 @given(seeds, ROWS, CUTS, st.booleans())
-def test_a_combination_of_tensors_of_several_dtypes_rounds_each_as_its_own(seed, k, lengths, based):
+def test_a_combination_of_several_dtypes_rounds_each_tensor_to_its_dtype(seed, k, lengths, based):
     size = sum(lengths)
     pick = np.random.default_rng(seed)
     rows = list(draw(seed, k, size, dtype=torch.bfloat16))
@@ -222,7 +220,7 @@ def test_a_processor_without_wide_registers_gives_the_same_bits(tmp_path, monkey
     cuts=st.lists(st.sampled_from([0, 1, BLOCK_SIZE - 1, 3 * BLOCK_SIZE, 5 * BLOCK_SIZE + 1]), min_size=1, max_size=4),
     special=st.sampled_from([0.0, np.inf, -np.inf, np.nan, 1e308]),
 )
-def test_the_native_fold_has_the_bits_of_the_reference(seed, cuts, special):
+def test_the_native_pairwise_sum_equals_the_reference(seed, cuts, special):
     edges = list(accumulate(cuts, initial=0))
     blocks = Blocks.of(tuple(pairwise(edges)))
     sums = draw(seed, len(blocks.table), 3).mul(10.0 ** draw(seed + 1, len(blocks.table), 3)).numpy()

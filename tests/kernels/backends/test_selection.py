@@ -75,7 +75,7 @@ def is_within_the_bound(found, rows, minus, n=BLOCK_SIZE):
 @given(
     seeds, st.sampled_from(SIZES), st.integers(1, 6), st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.booleans()
 )
-def test_gram_keeps_the_bound_of_block_sums(seed, size, k, dtype, other, subtracts):
+def test_gram_satisfies_the_error_bound_of_blocks(seed, size, k, dtype, other, subtracts):
     rows = list(draw(seed, k, size, dtype=dtype))
     minus = [draw(seed + 1, size, dtype=other)] * k if subtracts else [None] * k
     assert is_within_the_bound(gram(rows, minus=minus)[0], rows, minus, size)
@@ -83,7 +83,7 @@ def test_gram_keeps_the_bound_of_block_sums(seed, size, k, dtype, other, subtrac
 
 @pytest.mark.parametrize("name", HERE)
 @given(seeds, st.sampled_from([1, 2, 17, 300]), st.sampled_from(DTYPES))
-def test_gram_agrees_with_forty_digits(name, seed, size, dtype):
+def test_gram_agrees_with_multiprecision_arithmetic(name, seed, size, dtype):
     rows, minus = draw(seed, 2, size, dtype=dtype), draw(seed + 1, size, dtype=dtype)
     before = set_backend(name)
     found = gram(rows, minus=minus)[0, 1, 0].item()
@@ -116,7 +116,7 @@ def by_turns():
 
 
 @pytest.mark.usefixtures("backend")
-def test_ten_million_entries_keep_the_bound():
+def test_ten_million_entries_satisfy_the_error_bound():
     rows, minus = list(draw(0, 3, 10_000_019, dtype=torch.float32)), draw(1, 10_000_019, dtype=torch.float32)
     found = gram(rows[:2], minus=minus)[0]
     lines = [(row.double() - minus.double()).numpy() for row in rows[:2]]
@@ -163,7 +163,7 @@ def test_combine_rounds_a_float64_sum_once(seed, size, k, rows_in, base_in, out_
     st.integers(1, 3),
     st.sampled_from(DTYPES),
 )
-def test_offsets_and_strides_change_nothing(seed, size, offset, stride, dtype):
+def test_results_do_not_depend_on_offsets_and_strides(seed, size, offset, stride, dtype):
     plain = draw(seed, 3, size, dtype=dtype)
     pool = torch.full((3, offset + size * stride), float("nan"), dtype=dtype)
     views = [line[offset::stride][:size] for line in pool]
@@ -215,7 +215,7 @@ def test_every_number_of_16_bits_is_read_and_rounded_as_torch_does(dtype, c):
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(("k", "lengths"), [(5, [7, 600_000, 399_996]), (16, [5 * BLOCK_SIZE + 900]), (33, [1000])])
-def test_threads_do_not_matter(monkeypatch, k, lengths):
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, k, lengths):
     monkeypatch.setattr(cpu, "MAX_SERIAL_ENTRIES", 0)
     rows = list(draw(0, k, sum(lengths), dtype=torch.float32))
     before, found = torch.get_num_threads(), []
@@ -250,7 +250,7 @@ def test_a_row_with_coefficient_zero_is_not_read_in_its_segment():
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("k", [3, 6])
-def test_a_diagonal_that_is_not_finite_names_the_bad_row(bad, k):
+def test_a_nonfinite_diagonal_entry_identifies_the_row(bad, k):
     rows = draw(0, k, 40_000, dtype=torch.float32)
     rows[1, 33_333] = bad
     finite = gram(rows)[0].diagonal().isfinite()
@@ -259,7 +259,7 @@ def test_a_diagonal_that_is_not_finite_names_the_bad_row(bad, k):
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-30, 1e30, 1e38])
-def test_float32_drifts_of_any_size_keep_their_digits(scale):
+def test_float32_drifts_of_any_size_are_accurate(scale):
     rows = (draw(0, 2, 1000) * 10).round().mul(scale).clamp(-3e38, 3e38).float()
     assert rows.abs().max() > 0
     assert is_within_the_bound(gram(rows)[0], list(rows), [None, None], 1000)
@@ -286,7 +286,7 @@ def test_float64_rows_outside_the_range_of_squares_are_rescaled(powers):
             assert found[i, j].item() == expected, (i, j)
 
 
-def test_the_fold_is_rounded_once():
+def test_pairwise_sum_is_rounded_once():
     blocks = Blocks.of(((0, 5 * BLOCK_SIZE), (5 * BLOCK_SIZE, 5 * BLOCK_SIZE), (5 * BLOCK_SIZE, 8 * BLOCK_SIZE + 1)))
     partials = draw(0, len(blocks.table), 6).mul(10.0 ** draw(1, len(blocks.table), 6)).numpy()
     high, low = pairwise_sum(partials, blocks)
@@ -442,7 +442,7 @@ def test_a_library_is_built_once_and_found_by_other_processes(tmp_path):
     assert (library.stat().st_mtime_ns, len(list(tmp_path.iterdir()))) == (before, 1)
 
 
-def test_torch_compile_sees_through_both_in_one_graph():
+def test_torch_compile_traces_gram_and_combine_in_one_graph():
     code = """
 import torch
 from manifoldagg.kernels import combine, gram
@@ -462,7 +462,7 @@ def test_the_environment_selects_a_backend_and_rejects_unknown_names():
     assert "MANIFOLDAGG_BACKEND: expected one of" in refused.stderr
 
 
-def test_the_compiled_backend_is_chosen_wherever_it_works_and_timed_on_request():
+def test_the_compiled_backend_is_the_default_and_is_timed_on_request():
     before = set_backend("auto")
     chosen = selection.backend_for(torch.device("cpu")).__name__.rpartition(".")[2]
     told = dict(describe_backends())
@@ -475,7 +475,7 @@ def test_the_compiled_backend_is_chosen_wherever_it_works_and_timed_on_request()
 
 
 @pytest.mark.usefixtures("backend")
-def test_rescaling_leaves_the_other_segments_alone():
+def test_rescaling_does_not_change_other_segments():
     row = torch.tensor([1e200, 3.3, 1e-3, 2.0**-600, 0.0], dtype=torch.float64)
     found = gram([row, row], minus=[None, 0 * row], segments=[1, 1, 1, 1, 1])[:, 0, 1].tolist()
     assert found == [math.inf, 3.3 * 3.3, 1e-3 * 1e-3, 0.0, 0.0]
@@ -494,7 +494,7 @@ def test_tensors_without_plain_memory_are_read_by_value():
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_target_that_was_saved_for_a_derivative_is_noticed():
+def test_overwriting_a_saved_tensor_raises_an_error_in_backward():
     out, weights = torch.zeros(4), torch.ones(4, requires_grad=True)
     loss = (out * weights).sum()
     combine(None, [torch.full((4,), 7.0)], [1.0], out=out)
@@ -503,7 +503,7 @@ def test_a_target_that_was_saved_for_a_derivative_is_noticed():
 
 
 @pytest.mark.usefixtures("backend")
-def test_the_default_device_does_not_matter():
+def test_results_do_not_depend_on_the_default_device():
     row = torch.ones(4)
     with torch.device("meta"):
         assert gram([row])[0, 0, 0].item() == 4

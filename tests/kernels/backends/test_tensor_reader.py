@@ -140,7 +140,7 @@ ATTRIBUTES_ONLY = {"freed", "subclass that overrides"}
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_attributes_are_those_that_torch_reports(name, place):
+def test_attributes_equal_those_of_torch(name, place):
     row = [torch.ones(2), torch.ones(4)]
     row.insert(place, CASES[name]())
     assert is_read_natively(row) == (name in READ)
@@ -171,7 +171,7 @@ def test_kernels_return_the_same_values_or_errors(name, grad):
     ],
     ids=["grad", "vmap", "jvp", "functionalize", "vmap of grad"],
 )
-def test_tensors_within_transforms_are_read_as_before(transform):
+def test_tensors_inside_transforms_are_read_in_python(transform):
     def work():
         seen = []
 
@@ -189,7 +189,7 @@ def test_tensors_within_transforms_are_read_as_before(transform):
     assert found == in_python(work)
 
 
-def test_dual_numbers_and_escaped_transforms_are_read_as_before():
+def test_dual_numbers_and_escaped_transforms_are_read_in_python():
     escaped = []
     torch.func.grad(lambda x: escaped.append(x) or x.sum())(torch.ones(3))
     assert attributes(escaped) == in_python(attributes, escaped)
@@ -226,7 +226,7 @@ def test_a_form_determines_shapes_and_dtypes(seed):
     assert (a.form == b.form) == equal
 
 
-def test_a_list_of_many_entries_is_counted_exactly():
+def test_large_numbers_of_entries_are_counted_exactly():
     row = [torch.ones(1).expand(2**62)] * 3
     assert TensorList(row).size == 3 * 2**62
 
@@ -246,7 +246,7 @@ def test_a_rejected_list_leaves_no_error_and_no_reference():
     assert seen() is None
 
 
-def test_a_result_is_released_alone():
+def test_allocated_tensors_do_not_share_storage():
     like = TensorList([torch.ones(1000), torch.ones(1000)])
     new = like.new_empty()
     assert [x.untyped_storage().nbytes() for x in new] == [4000, 4000]

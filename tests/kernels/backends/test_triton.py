@@ -160,7 +160,7 @@ def test_a_step_is_two_launches(launches):
     assert len(launches(9, DTYPES["float32"])) == 6 + 1
 
 
-def test_launches_that_differ_in_addresses_alone_are_one_kernel(launches):
+def test_launches_with_other_addresses_use_the_same_kernel(launches):
     """What Triton would specialise on: an integer that is 1, fits into 32 bits, or is divisible by 16."""
     seen = {"aligned": set(), "not": set()}
     for offset in (0, 1, 2, 3, 4, 8):
@@ -183,7 +183,7 @@ def test_an_opaque_integer_is_odd_and_wide_and_decodes(value):
 
 
 @given(st.floats())
-def test_a_number_keeps_its_bits(value):
+def test_encoded_floats_preserve_every_bit(value):
     low, high = ((half >> 1) - 2**40 for half in opaque_floats([value]))
     bits = torch.tensor([value], dtype=torch.float64).view(torch.int64).item() % 2**64
     assert high << 32 | low == bits
@@ -211,7 +211,7 @@ def test_the_interpreter_must_be_chosen_before_triton_is_imported():
     assert in_a_process(["-c", ASK], TRITON_INTERPRET="1").stdout == "None\n"
 
 
-def test_a_tensor_of_the_cpu_never_reaches_a_gpu():
+def test_cpu_tensors_are_not_processed_by_the_gpu():
     rows = Operands.of([torch.ones(3)])
     out = torch.zeros(3)
     assert backend.block_products(rows, Blocks.of(((0, 3),))) is None

@@ -85,7 +85,7 @@ def test_a_state_dict_of_any_rank_can_be_converted_and_restored(seed, rank, othe
 
 
 @given(seeds, st.floats(0, 4).map(lambda e: 10.0**e))
-def test_no_gauge_is_seen(seed, condition):
+def test_results_do_not_depend_on_the_gauge(seed, condition):
     state = adapter(seed, 3)
     space = ParameterSpace.of_state_dict(state, adapters=True)
     plain, other = (space.state_dict(space.point(x)) for x in (state, turned(state, seed, condition)))
@@ -93,7 +93,7 @@ def test_no_gauge_is_seen(seed, condition):
     assert off(other) <= 100 * EPS * condition * product(state).norm()
 
 
-def test_dtypes_shapes_and_order_are_those_of_the_space_and_points_are_wide():
+def test_dtypes_shapes_and_order_are_those_of_the_space():
     state = adapter(0, 2, torch.bfloat16) | {Q.format("B"): draw(1, 8, 2).float(), "steps": torch.tensor(3)}
     space = ParameterSpace.of_state_dict(state, adapters=True, scaling=0.5)
     assert space.dtype == torch.float32
@@ -178,11 +178,11 @@ PAIRS = [ScaledModule("base_model.model.layers.0.q_proj", 4), ScaledModule("base
         ({"q_proj": 3.0, r".*v_proj": 0.5}, [3, 0.5]),
     ],
 )
-def test_scalings_are_read_as_peft_reads_them(scaling, expected):
+def test_scalings_agree_with_peft(scaling, expected):
     assert resolve_scalings(scaling, PAIRS) == expected
 
 
-def test_ranks_of_a_config_are_those_of_the_tensors():
+def test_ranks_of_a_config_must_match_the_tensors():
     pairs = [PAIRS[0], PAIRS[1]._replace(rank=16)]
     assert resolve_scalings(config(rank_pattern={"v_proj": 16}), pairs) == [2, 0.5]
     assert resolve_scalings(config(rank_pattern={"v_proj": 16}, use_rslora=True), pairs) == [4, 2]
@@ -270,7 +270,7 @@ def test_mismatched_state_dicts_are_rejected_by_name(change, scaling, words):
         space.point(state, scaling=scaling)
 
 
-def test_a_dtype_that_overflows_is_refused_by_name():
+def test_an_overflow_of_a_dtype_is_rejected_by_name():
     for kept, words in (
         ({Q.format("A"), Q.format("B")}, "lora_A.weight"),
         (adapter(0, 2).keys(), "lora_magnitude_vector"),
@@ -287,7 +287,7 @@ def test_a_dtype_that_overflows_is_refused_by_name():
         space.state_dict(1e10 * space.point(state | {BIAS: state[BIAS].half()}))
 
 
-def test_a_scaling_that_overflows_is_refused_by_the_name_of_a_factor():
+def test_an_overflow_by_scaling_is_rejected_with_the_name_of_a_factor():
     """Where the leaf's dtype does not hold what float64 does, whether something is cut or not."""
     space = ParameterSpace.of_state_dict(adapter(0, 2, torch.float32), adapters=True)
     for rank in (2, 4):
@@ -309,7 +309,7 @@ def test_stored_sums_can_have_another_rank():
         ParameterSpace.of_state_dict(adapter(0, 2), {name: LowRank(9, 9, 2)}, adapters=True)
 
 
-def test_a_spec_tells_all_of_it_and_the_wire_knows_another_scaling():
+def test_a_spec_describes_adapters_and_the_digest_depends_on_the_scaling():
     space = spaced(scaling=2.0)
     told = json.loads(json.dumps(space.spec()))
     same = ParameterSpace.of_spec(told)
@@ -349,7 +349,7 @@ def test_an_invalid_spec_is_rejected(change):
         ParameterSpace.of_spec(told)
 
 
-def test_other_leaves_live_where_they_are_put_and_a_module_takes_the_result():
+def test_other_leaves_have_their_assigned_spaces_and_a_module_loads_the_result():
     head = torch.nn.functional.normalize(draw(6, 3, 4), dim=-1)
     state = adapter(0, 2) | {HEAD: head}
     space = ParameterSpace.of_state_dict(state, {HEAD: Sphere(4)}, adapters=True, scaling=2.0)
