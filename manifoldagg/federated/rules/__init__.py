@@ -1,13 +1,16 @@
-r"""Server rules: immutable objects that compute the next server model from a client update.
+r"""Server rules, which compute the next server model from a client update.
 
-The docstrings use this notation:
+A rule is an immutable object. Its state is a separate value that the server stores. The docstrings use this notation:
 
-- $\Theta^\tau$ is the current server model, and $\tau$ is its version.
+- $\Theta^\tau$ is the current server model, and $\tau$ is its version, the number of steps so far.
 - $\Theta^t$ is the base of an update: the model from which the client started.
 - $v = \Theta_i - \Theta^t$ is the displacement of the update, where $\Theta_i$ is the model that client $i$ returned.
 - $g = \Theta^\tau - \Theta^t$ is the drift: the movement of the server model since the dispatch.
 - $\tau - t$ is the staleness of the update, in versions.
 - $w_i$ is the client's share of the training data.
+
+The line `Source` of a rule names the paper and the number of the equation. Five papers have short names, such as
+Manifold and Report, which [Deviations from the papers](../guide/deviations.md) explains.
 
 The line `Cost` of a rule states the memory traffic of one call of `Server.receive`, in 32-bit words per parameter: the
 words that are read, written and allocated. The assumptions are:

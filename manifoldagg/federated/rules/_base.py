@@ -1,9 +1,10 @@
-"""Base classes of rules.
+"""Base classes of server rules.
 
-- `ServerRule` validates options and spaces, and sends the current model to clients.
-- `TangentRule` also transports tangents on curved spaces.
-- `GramRule` computes the step from the Gram matrix of one update.
-- `BufferedRule` collects several updates and steps along their mean.
+- `ServerRule` validates the options and the space of a rule, and sends the current model to clients.
+- `TangentRule` extends `ServerRule` by the transport of tangents on curved spaces.
+
+Two further base classes extend `TangentRule`. `GramRule` computes a step from the inner products of one update, and
+`BufferedRule` steps along the mean of several updates.
 """
 
 import abc
@@ -34,19 +35,23 @@ __all__ = ["ServerRule", "TangentRule", "commit", "move_to"]
 class ServerRule(KeywordHints, abc.ABC):
     """Base class of rules that count versions and send the current model to clients.
 
-    Subclasses implement `plan`, or `step` if they need whole vectors. The class attributes declare requirements:
+    A subclass implements `plan`, or `step` if it needs whole vectors. It declares its requirements with class
+    attributes:
 
-    - `needs_flat`: the operations of the rule that are undefined on curved leaves, as a plural noun. If this text is
-      not empty, the rule rejects curved leaves.
-    - `needs_linear_leaves`: the operations that need inner products and sums of points, as a plural noun. If this text
-      is not empty, the rule rejects curved leaves except low-rank leaves.
+    - `needs_flat`: the operations of the rule that are undefined on curved leaves, as a plural noun for the error
+      message. If the text is not empty, the rule rejects curved leaves.
+    - `needs_linear_leaves`: the operations of the rule that need inner products and sums of points, as a plural noun.
+      If the text is not empty, the rule rejects curved leaves except low-rank leaves.
     - `uses_drift`: whether a step depends on the drift $g$. If not, the server need not store the base of a stale
       update.
-    - `not_private_because`: the reason why [`Private`][manifoldagg.federated.rules.Private] rejects the rule.
-    - `rate_kind`: the unit of the option `rate`, which [`suggest_rate`][manifoldagg.federated.suggest_rate] reads.
-      `"share"` is a fraction of the distance to the client's model. `"step"` is a factor that is multiplied by the
-      client's weight. `"mean"` is a factor of a buffer mean. `"latest"` is a factor of the mean of the latest
-      displacements of all clients. `""` is any other unit.
+    - `not_private_because`: the reason why [`Private`][manifoldagg.federated.rules.Private] rejects the rule. If the
+      text is empty, the rule can be private.
+    - `rate_kind`: the unit of the option `rate`, which [`suggest_rate`][manifoldagg.federated.suggest_rate] reads:
+        - `"share"`: a fraction of the distance to the client's model.
+        - `"step"`: a factor that is multiplied by the client's weight.
+        - `"mean"`: a factor of the mean of a buffer.
+        - `"latest"`: a factor of the mean of the latest displacements of all clients.
+        - `""`: any other unit.
     """
 
     rate_kind: ClassVar[str] = ""
@@ -66,7 +71,11 @@ class ServerRule(KeywordHints, abc.ABC):
         return Message(current)
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
-        """Return the next state and the outcome of a step without computing linear combinations of parameters."""
+        """Plan a step, and return the next state and the outcome.
+
+        The new model and the sums in the state are deferred linear combinations. The caller computes them after all
+        checks have passed, so a rejected update writes to no memory.
+        """
         raise NotImplementedError(f"{type(self).__name__} has neither `plan` nor `step`")
 
     def step(
@@ -91,7 +100,12 @@ class ServerRule(KeywordHints, abc.ABC):
 
 @dataclass(frozen=True)
 class TangentRule(ServerRule):
-    """Base class of rules that transport tangents on a curved space, with the options `transport` and `rungs`."""
+    """Base class of rules that support curved spaces by transporting tangents.
+
+    A displacement is a tangent at the base of an update, but a step starts at the current model. The rule therefore
+    transports each displacement from the base to the current model. The options `transport` and `rungs` select the
+    method. They are described in [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    """
 
     transport: str | None = field(default=None, kw_only=True)
     rungs: int = field(default=DEFAULT_RUNGS, kw_only=True)
@@ -117,9 +131,10 @@ class TangentRule(ServerRule):
 
 
 def commit(planned: tuple[State, Outcome], out: Tensor | None = None) -> tuple[State, Outcome]:
-    """Compute the linear combinations of a plan: first those in the state, then the model.
+    """Compute the deferred linear combinations of a planned step.
 
-    The model is written to `out`, if `out` is given.
+    The combinations in the state are computed before the model, because writing the model to `out` may overwrite memory
+    that they read.
     """
     state, outcome = planned
     state, outcome, numbers = measure(state, outcome, dict(outcome.numbers), compute=out is None)
@@ -133,7 +148,10 @@ def commit(planned: tuple[State, Outcome], out: Tensor | None = None) -> tuple[S
 
 
 def move_to(space: Manifold, current: Point, frame: Frame, gram: Gram, coefficients: list[float]) -> Any:
-    r"""Return $\exp_\Theta u$, where $u$ is the linear combination of the frame rows with `coefficients`."""
+    r"""Return the point $\exp_\Theta u$, which the current model $\Theta$ reaches along the tangent $u$.
+
+    The tangent $u$ is the linear combination of the rows of `frame` with `coefficients`.
+    """
     if frame.transporter is None:
         return frame.move(gram, coefficients)
     here = frame.transporter.current

@@ -1,4 +1,4 @@
-"""Base class of buffered rules that sum displacements on arrival and step along their mean."""
+"""Base class of buffered rules, which step along the mean displacement of several updates."""
 
 import abc
 from collections.abc import Iterator
@@ -31,7 +31,10 @@ __all__ = ["BufferMean", "BufferedRule"]
 
 @dataclass(frozen=True, eq=False)
 class BufferMean:
-    r"""Mean displacement $\bar\Delta$ of a full buffer, which is computed only when a rule reads it.
+    r"""Mean displacement $\bar\Delta$ of a full buffer.
+
+    The mean is stored as a linear combination of existing tensors and is computed only on demand. A rule that only
+    steps along the mean therefore needs no additional vector.
 
     Attributes:
         space: the space of the points.
@@ -48,11 +51,12 @@ class BufferMean:
     gram: Gram
 
     def iter_chunks(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        r"""Yield chunks of $\bar\Delta$ and the same chunks of `others`. The space must be flat.
+        r"""Iterate over $\bar\Delta$ in chunks, so that the whole vector is never in memory.
 
-        Chunks bound the working memory.
+        Each item contains a chunk of $\bar\Delta$ and the chunks of `others` at the same positions. The next iteration
+        overwrites the chunk of $\bar\Delta$. The space must be flat.
         """
-        rows: tuple[Any, ...] = self.frame.rows  # whole vectors: rules that read chunks do not accept tensor lists
+        rows: tuple[Any, ...] = self.frame.rows  # Rules that read chunks do not accept tensor lists.
         less: list[Any] = [row for row in self.frame.minus if row is not None]
         scratch = None
         for parts in chunks(self.current, *rows, *less, *others):
@@ -65,7 +69,7 @@ class BufferMean:
             yield delta, *taken
 
     def step(self, rate: float) -> tuple[Any, float]:
-        r"""Return the new model $\exp_\Theta(\eta \bar\Delta)$ and its distance from $\Theta$."""
+        r"""Return the new model $\exp_\Theta(\eta \bar\Delta)$ with $\eta$ = `rate`, and its distance from $\Theta$."""
         line = [rate * c for c in self.coefficients]
         norm = _norm_of(self.frame, self.gram, line)
         return move_to(self.space, self.current, self.frame, self.gram, line), norm
@@ -74,15 +78,17 @@ class BufferMean:
 class BufferedRule(TangentRule):
     r"""Base class of rules that take one step $\frac{\eta_g}{A} \sum_i a_i \Delta_i$ after several updates.
 
-    The displacement $\Delta_i$ is measured from the base of the client. The state contains the weighted sum, the number
-    of updates and their total weight. Each update needs one `gram` and one `combine`.
+    Here, $\Delta_i$ is the displacement of an update from the base of its client, $a_i$ is the weight of the update,
+    $A$ is a divisor and $\eta_g$ is the rate. The state contains the weighted sum, the number of updates and their
+    total weight, so the memory does not grow with the number of updates. Each update needs one `gram` and one
+    `combine`.
 
     - On a curved space, the rule transports $\Delta_i$ to the current point and sums in float64. The current point does
       not change while the buffer fills.
     - For low-rank leaves, the sum is a sum of matrices, truncated to the `state_rank` of their spaces.
     - The sum is stored in units of the largest weight $a_i$ and is rounded once per update.
-    - The rule rejects a displacement if the square of a sum of such displacements would overflow. The update of one
-      client therefore cannot make the updates of other clients overflow.
+    - If the square of a sum of displacements as long as $\Delta_i$ would overflow, the rule rejects $\Delta_i$. The
+      update of one client therefore cannot make the updates of other clients overflow.
 
     Updates change the state only through the sum. A `GaussianMechanism` can therefore clip the displacements and add
     noise to the sum.
@@ -112,15 +118,29 @@ class BufferedRule(TangentRule):
     def apply_step(
         self, state: State, mean: BufferMean, rate: float, out: Tensor | None
     ) -> tuple[Any, float, dict[str, Any]]:
-        """Return the new model, its distance from the current model, and the changed entries of the state.
+        r"""Take the step of a full buffer.
 
-        The default is a step along the mean. A rule that needs whole vectors may write its model to `out`.
+        The default moves the model along the mean displacement by the factor `rate`. A subclass that computes another
+        step from the mean, such as an Adam step, overrides this method.
+
+        Args:
+            state: the state before the step.
+            mean: the mean displacement of the buffer.
+            rate: the rate $\eta_g$.
+            out: an optional output buffer, for a subclass that computes whole vectors.
+
+        Returns:
+            The new model, its distance from the current model, and the changed entries of the state.
         """
         model, norm = mean.step(rate)
         return model, norm, {}
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the contribution of the buffered updates to the next step, as pairs of a factor and a displacement."""
+        """Return the part of the next step that the buffer already determines.
+
+        The server checks that the model plus this part remains finite. The result contains one sum, as a list of pairs
+        of a factor and a displacement.
+        """
         if "buffer" not in state or type(self).apply_step is not BufferedRule.apply_step:
             return []
         factor = self.step_size(state) * state["scale"] / (self.divisor(state["total"]) or 1.0)
@@ -146,9 +166,17 @@ class BufferedRule(TangentRule):
         *,
         out: Tensor | None = None,
     ) -> tuple[State, Outcome]:
-        """Plan a step. An optional `mechanism` clips the displacements and adds noise to their sum.
+        """Plan a step, with optional differential privacy.
 
-        A rule that needs whole vectors may write its model to `out`.
+        Args:
+            space: the space of the models.
+            state: the state before the update.
+            update: the update.
+            mechanism: the mechanism that clips the displacements and adds noise to their sum. `None` does neither.
+            out: an optional output buffer, for a subclass that computes whole vectors.
+
+        Returns:
+            The next state and the outcome, as in `plan`.
         """
         check_points(self, update)
         share = check_number("weight", self.update_weight(update), at_least=0)
@@ -198,7 +226,7 @@ class BufferedRule(TangentRule):
         return after | changes, Outcome(model, update.client_state, numbers)
 
     def checked_length(self, frame: Frame, gram: Gram) -> float:
-        """Return the norm of the displacement.
+        """Return the norm of the displacement after checking it for overflow.
 
         Raises:
             ArgumentError: if the square of a sum of such displacements would overflow.
@@ -213,7 +241,10 @@ class BufferedRule(TangentRule):
 
 
 def _norm_of(frame: Frame, gram: Gram, coefficients: list[float]) -> float:
-    """Return the norm of a linear combination of the rows, or an upper bound if the norm of a row is only bounded."""
+    """Return the norm of a linear combination of the rows.
+
+    If only an upper bound is known for the norm of a row, the result is an upper bound too.
+    """
     if frame.unmeasured:
         return frame.norm_bound(np.array(coefficients, dtype=object))
     return safe_sqrt(Corrected.single(frame, gram, coefficients).inner_products()[0][0])

@@ -1,4 +1,4 @@
-"""Base classes of rules that apply a correction: the server step of Manifold (9)-(12)."""
+"""Base classes of rules that step along displacements after a correction for the drift."""
 
 import abc
 from collections.abc import Callable
@@ -26,17 +26,17 @@ FIXED_COEFFICIENTS: dict[type, tuple[float, ...]] = {Tangent: (1.0, 0.0), Positi
 
 @cache
 def _corrects_alone(kind: type["CorrectionRule"]) -> bool:
-    """Return whether a class only applies its correction and overrides no method of the step."""
+    """Return whether a class inherits all methods that turn corrected displacements into a step."""
     methods = ("coefficients", "correct", "next_state", "step_curve")
     return all(getattr(kind, name) is getattr(CorrectionRule, name) for name in methods)
 
 
 class CorrectionRule(GramRule):
-    """Base class of rules that move along the curve of the corrected displacements.
+    """Base class of rules that correct the displacements of an update and step along the resulting curve.
 
-    A correction may add rows to the frame. The state of a correction is stored as the entry `correction` of the rule's
-    state. If a correction cancels nearly all of a displacement, the remainder is inexact, and a second `gram` measures
-    it.
+    A correction maps the displacements to linear combinations of the displacements, the drift and optional further
+    rows. If a correction cancels nearly all of a displacement, rounding errors dominate the computed norm, so a second
+    `gram` measures the remainder. The entry `correction` of the rule's state contains the state of the correction.
     """
 
     @property
@@ -51,7 +51,11 @@ class CorrectionRule(GramRule):
 
     @cached_property
     def fixed_coefficients(self) -> tuple[float, ...] | None:  # type: ignore[override]  # of the correction
-        """The coefficients of the correction if they are constant and no subclass overrides the computation."""
+        """The coefficients of the correction if they are constant, or `None`.
+
+        Constant coefficients need one pass over the parameters instead of two. They require that no subclass overrides
+        a method of the step.
+        """
         return FIXED_COEFFICIENTS.get(type(self.correction)) if _corrects_alone(type(self)) else None
 
     def coefficients(self, gram: Gram, state: State) -> tuple[Any, State]:
@@ -81,7 +85,8 @@ class CorrectionRule(GramRule):
 class ScheduledRule(CorrectionRule):
     r"""Base class of correction rules with the step size $\rho = S \cdot w_i \cdot \eta_g(\tau)$.
 
-    The options are described in [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    The step size is the product of the staleness penalty $S$, the client's data share $w_i$ and the rate $\eta_g$ at
+    version $\tau$. [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] describes the options.
     """
 
     rate_kind: ClassVar[str] = "step"
@@ -101,7 +106,10 @@ class ScheduledRule(CorrectionRule):
 
     @cached_property
     def fixed_coefficients(self) -> tuple[float, ...] | None:  # type: ignore[override]  # of the correction
-        """The fixed coefficients if `decay` is 0. With a positive `decay`, the rate depends on inner products."""
+        """The constant coefficients of the correction, or `None`.
+
+        If `decay` is positive, the result is `None`, because the staleness penalty depends on inner products.
+        """
         return None if self.decay else super().fixed_coefficients
 
     def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:

@@ -19,9 +19,13 @@ SAMPLE_BLOCK_SIZE = 2**18
 
 @dataclass(frozen=True)
 class GaussianMechanism:
-    r"""Gaussian mechanism for a sum of displacements.
+    r"""Gaussian mechanism for a weighted sum of displacements $\Delta_i$.
 
-    $$\sum_i a_i \min\Bigl(1, \frac{C}{\|\Delta_i\|}\Bigr) \Delta_i + \sigma C z, \qquad z \sim N(0, I), \; a_i \le 1$$
+    The mechanism clips each displacement to the norm $C$ and adds Gaussian noise to the sum:
+
+    $$\sum_i a_i \min\Bigl(1, \frac{C}{\|\Delta_i\|}\Bigr) \Delta_i + \sigma C z, \qquad z \sim N(0, I).$$
+
+    Because each weight $a_i$ is at most 1, one displacement changes the sum by at most $C$.
 
     Args:
         clip: the clipping norm C.
@@ -51,7 +55,7 @@ class GaussianMechanism:
     def add_noise(
         self, frame: Frame, coefficients: list[float], scale: float, version: int
     ) -> tuple[Frame, list[float]]:
-        """Add a row of noise to a linear combination of frame rows.
+        r"""Add the noise $\sigma C z$ as a further row to a linear combination of frame rows.
 
         Args:
             frame: the frame.
@@ -71,10 +75,11 @@ class GaussianMechanism:
         ]
 
     def _sample_noise(self, total: Tensor, version: int) -> Tensor:
-        """Sample $z$ with a generator that is keyed by the secret, the version and the sum.
+        """Sample $z$ with a generator whose key depends on the secret, the version and the sum.
 
-        A server that resumes from an older checkpoint computes different sums. Equal noise would cancel in the
-        difference of the two models. The key therefore contains a hash of the sum.
+        A server that resumes from an older checkpoint can compute the same version again from other updates. If the
+        noise were the same, the difference of the two models would reveal the updates. The key therefore contains a
+        hash of the sum.
         """
         number = hashlib.blake2b(key=_key_bytes(self.key), digest_size=16)
         number.update(version.to_bytes(8, "little"))
@@ -87,7 +92,7 @@ class GaussianMechanism:
 
 
 def derive_key(secret: bytes) -> list[int]:
-    """Derive the key for the state of a rule from a secret. The key is a list of 32-bit integers.
+    """Derive a key from a secret, as a list of 32-bit integers that the state of a rule can contain.
 
     Example:
         >>> len(derive_key(b"secret"))

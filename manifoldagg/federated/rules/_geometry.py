@@ -1,4 +1,4 @@
-"""Frames of updates: displacements and drift as tangents at the current model."""
+"""Conversion of updates to frames, which contain displacements and drift as tangents at the current model."""
 
 import math
 
@@ -46,11 +46,14 @@ def check_points(rule: object, update: Update, count: int | None = 1, descriptio
 def frame_from_update(
     space: Manifold, update: Update, *, transport: str | None = None, rungs: int = DEFAULT_RUNGS, tensors: bool = False
 ) -> Frame:
-    r"""Return the frame of an update: the rows $v_1, \dots, v_n, g$ as tangents at the current model.
+    r"""Return the frame of an update.
+
+    The rows of the frame are the displacements $v_1, \dots, v_n$ of the client's points $\varphi_i$ and the drift $g$,
+    all as tangents at the current model $\Theta^\tau$.
 
     - On flat spaces and low-rank leaves, the rows are differences of the tensors of the update.
-    - On other curved spaces, $v_i = \log_{\Theta^t} \varphi_i$ is transported to $\Theta^\tau$. The computation uses
-      float64 if the space has a projection.
+    - On other curved spaces, $v_i = \log_{\Theta^t} \varphi_i$ is transported from the base $\Theta^t$ to
+      $\Theta^\tau$. If the space has a projection, the computation uses float64.
 
     Args:
         space: the space of the points.
@@ -93,12 +96,15 @@ def frame_from_update(
 
 
 def unit_coefficients(k: int) -> Matrix:
-    """Return the identity matrix. Row j contains the coefficients of the j-th of k rows."""
+    """Return the k × k identity matrix, whose row j contains the coefficients of the j-th of k rows."""
     return np.eye(k, dtype=object)
 
 
 def in_float64(space: Manifold, x: Tensor) -> Tensor:
-    """Return `x` in float64, projected onto the space. If the space has no projection, return `x` unchanged."""
+    """Return `x` in float64, projected onto the space to remove the rounding errors of a narrower dtype.
+
+    If the space has no projection, return `x` unchanged.
+    """
     return space._project(x.double()) if "project" in space.capabilities else x
 
 

@@ -92,7 +92,7 @@ class GramRule(TangentRule):
         """
 
     def rate(self, state: State, update: Update) -> float:
-        r"""Return $\rho \ge 0$, the fraction of $u$ by which the model moves.
+        r"""Return the step size $\rho \ge 0$, the fraction of $u$ by which the model moves.
 
         Args:
             state: the state before the step.
@@ -101,11 +101,17 @@ class GramRule(TangentRule):
         return 1.0
 
     def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
-        r"""Return the step size $\rho$, where `penalty` maps $\alpha$ to the staleness penalty $S$."""
+        r"""Return the step size $\rho$.
+
+        The default is `rate`. A subclass with a staleness penalty calls `penalty`, which maps its strength $\alpha$ to
+        the penalty $S$.
+        """
         return self.rate(state, update)
 
     def correct(self, frame: Frame, state: State) -> Corrected:
-        """Return the corrected displacements, which are the linear combinations of the frame rows with `coefficients`.
+        """Return the corrected displacements.
+
+        They are the linear combinations of the frame rows with the coefficients that `coefficients` returns.
 
         Raises:
             RuleError: if `coefficients` does not return a tuple of coefficients, one for each row, and a dict.
@@ -122,15 +128,15 @@ class GramRule(TangentRule):
         return Corrected(frame, gram, np.atleast_2d(c), after, gram)
 
     def next_state(self, state: State, update: Update, corrected: Corrected) -> dict[str, Any]:
-        """Return the entries of the next state without `version`."""
+        """Return the entries of the next state other than `version`."""
         return dict(corrected.state)
 
     def client_state(self, update: Update) -> ClientState:
-        """Return the next client state."""
+        """Return the next state of the client."""
         return update.client_state
 
     def step_curve(self, state: State) -> StepCurve:
-        r"""Return the curve of the corrected displacements, which also defines the meaning of $\rho$."""
+        r"""Return the curve of the corrected displacements, along which the model moves by the step size $\rho$."""
         return StepCurve(self.overshoot)
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
@@ -198,9 +204,12 @@ def _no_penalty(strength: float) -> float:
 
 
 def staleness_penalty(strength: float, candidate: float, drift: float) -> float:
-    r"""Return the staleness penalty $S$ of Manifold (10).
+    r"""Return the staleness penalty $S$, which shortens a step that is small relative to the drift.
 
     $$S = 1 + \alpha \Bigl( \frac{\|\Theta^\tau - \hat\Theta\|}{\|\Theta^t - \Theta^\tau\|} - 1 \Bigr)$$
+
+    The numerator is the distance from the current model $\Theta^\tau$ to the candidate $\hat\Theta$, the end of the
+    full step. The denominator is the norm of the drift from the base $\Theta^t$.
 
     Args:
         strength: the strength $\alpha$.

@@ -1,4 +1,4 @@
-"""Base class of rules that store the latest displacement of each client, and the sum of these displacements."""
+"""Base class of rules that remember the latest displacement of each client."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,9 +16,10 @@ __all__ = ["LatestUpdateRule", "coefficients_of", "combine_float64"]
 
 @dataclass(frozen=True)
 class LatestUpdateRule(ServerRule):
-    r"""Base class of rules that store the latest displacement $h_i$ of each client, and the sum $\sum_j h_j$.
+    r"""Base class of rules that remember the latest displacement $h_i$ of each client i.
 
-    The client state stores $h_i$ in the dtype of the model. The state of the rule stores $\sum_j h_j$ in float64.
+    The client state stores $h_i$ in the dtype of the model. The state of the rule stores the sum $\sum_j h_j$ in
+    float64, because each update adds to it and subtracts from it.
     """
 
     cohort: ClassVar[int] = 1
@@ -44,10 +45,13 @@ class LatestUpdateRule(ServerRule):
 
 
 def coefficients_of(frame: Frame, **coefficients: Any) -> list[float]:
-    """Return one coefficient for each row of a frame, and 0 for unnamed rows."""
+    """Return one coefficient for each row of a frame. The coefficient of an unnamed row is 0."""
     return [coefficients.get(name, 0.0) for name in frame.names]
 
 
 def combine_float64(frame: Frame, **coefficients: float) -> Any:
-    """Return a combination of rows in float64, for sums that are accumulated repeatedly."""
+    """Return a linear combination of rows in float64.
+
+    Sums that accumulate many updates need the wider dtype, because each update adds a rounding error.
+    """
     return frame.materialize(coefficients_of(frame, **coefficients), torch.float64)

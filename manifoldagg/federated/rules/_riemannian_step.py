@@ -1,4 +1,4 @@
-"""The step along a curve of points: the distance along the curve, and the new point."""
+"""Steps along geodesics and curves on a curved space."""
 
 import math
 
@@ -18,19 +18,23 @@ __all__ = ["exp_projected", "parameter_at_distance_on", "project_if_possible", "
 GRID_INTERVALS = 64
 """The number of equal intervals of [0, 1] in the search for the first crossing of a distance."""
 EVALUATION_BATCH = 8
-"""The number of parameters per evaluation of the curve, and of sections per refinement of the bracket."""
+"""The number of points per evaluation of the curve. Each refinement divides the bracket into as many sections."""
 BRACKET_TOLERANCE = 1e-9
-"""The width of a bracket in which the distance is linear up to rounding."""
+"""The width below which the distance is linear in the bracket, up to rounding."""
 
 
 def step_along_curve(
     space: Manifold, current: Tensor, tangents: Tensor, step_curve: StepCurve, rho: float
 ) -> tuple[float, Tensor, float]:
-    r"""Step along the curve of $\psi_i = \exp_{\Theta^\tau} u_i$ by the given rate.
+    r"""Step along the curve whose control points are $\psi_i = \exp_{\Theta^\tau} u_i$.
 
-    For one tangent, the curve is a geodesic and $s = \rho$, as on a line. For several tangents, the chord pull-back
-    uses the smallest $s$ with $d(\Theta^\tau, \iota_\psi(s)) = \rho\, d(\Theta^\tau, \psi_n)$. The length pull-back
-    uses the $s$ at which the length of the curve from its start is $\rho$ times its whole length.
+    The pull-back of `step_curve` converts the rate $\rho$ to the parameter $s$ of the new point $\iota_\psi(s)$:
+
+    - For one tangent, the curve is a geodesic and $s = \rho$.
+    - With the pull-back `"chord"`, $s$ is the smallest value with $d(\Theta^\tau, \iota_\psi(s)) = \rho\,
+      d(\Theta^\tau, \psi_n)$.
+    - With the pull-back `"length"`, the part of the curve up to $s$ has $\rho$ times the length of the curve.
+    - With any other pull-back, $s = \rho$.
 
     Args:
         space: a curved space, or a flat one if the step is along the path of an embedding.
@@ -62,9 +66,9 @@ def step_along_curve(
 def parameter_at_distance_on(curve: CurveEmbedding, phi: Tensor, rho: float) -> float:
     r"""Return the smallest $s \in [0, 1]$ with $d(\varphi_0, \iota_\varphi(s)) = \rho\, d(\varphi_0, \varphi_n)$.
 
-    The function finds the first sign change on a grid of 64 intervals and refines its bracket until linear
-    interpolation is exact up to rounding. It does not detect a curve that crosses the distance twice within one
-    interval.
+    The search evaluates the distance on a grid of 64 intervals. It then refines the first interval with a sign change
+    until linear interpolation is exact up to rounding. If the curve crosses the distance twice within one interval, the
+    search misses these crossings.
 
     Args:
         curve: a curve on any space.
@@ -91,7 +95,11 @@ def parameter_at_distance_on(curve: CurveEmbedding, phi: Tensor, rho: float) -> 
         return 0.0
 
     def section(low: float, high: float, gap: float, parts: int) -> tuple[float, float, float, float] | None:
-        """Return the first of equal sections at whose end the distance is reached, and the remainders at both ends."""
+        """Return the first of `parts` equal sections of [low, high] that reaches the distance.
+
+        The result also contains the missing distances at both ends of the section. If no section reaches the distance,
+        the result is `None`.
+        """
         before = low
         for first in range(0, parts, EVALUATION_BATCH):
             places = [low + (high - low) * (first + i + 1) / parts for i in range(EVALUATION_BATCH)]
@@ -130,6 +138,6 @@ def project_if_possible(space: Manifold, point: Tensor) -> Tensor:
 
 
 def tangents_at(space: Manifold, current: Tensor, rows: Tensor) -> Tensor:
-    """Return combinations of rows (n, P) as tangents at `current`: (n, *shape)."""
+    """Return linear combinations of frame rows, (n, P), as tangents at `current`, (n, *shape)."""
     u = check_finite("points: corrected displacements", rows).view(-1, *current.shape)
     return space._project_tangent(current.expand_as(u), u) if "project_tangent" in space.capabilities else u

@@ -1,7 +1,8 @@
-r"""The curve of a step, and the parameter on it that corresponds to a rate.
+r"""The curve of a step, and the position on it that corresponds to a step size.
 
-The corrected displacements $u_1, \dots, u_n$ of the points, with $u_0 = 0$, define the curve: as the control points of
-a Bézier curve or as the vertices of a polygon. This module computes with their inner products only.
+An update with n points has the corrected displacements $u_1, \dots, u_n$. Together with $u_0 = 0$, they are the control
+points of a Bézier curve or the vertices of a polygon. On flat spaces, this module computes with their inner products
+only, so its cost does not depend on the size of the model.
 """
 
 import math
@@ -34,21 +35,23 @@ InnerProducts = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class StepCurve:
-    r"""Curve of the corrected displacements, and the meaning of the rate $\rho$ on it.
+    r"""Curve of the corrected displacements, and the rule that converts a rate $\rho$ to a position on it.
 
     Args:
-        overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1.
-        pull_back: the unit of $\rho$:
+        overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1, and `"extend"` follows the curve beyond
+            its end.
+        pull_back: the quantity of which $\rho$ is a fraction:
 
-            - `"chord"`: a fraction of the distance to the end.
-            - `"length"`: a fraction of the length of the curve.
-            - `"none"`: a fraction of the parameter range.
-            - `"conflict_free_prefix"`: a fraction of the parameter at which the curve turns against the drift.
+            - `"chord"`: the distance from the start to the end.
+            - `"length"`: the length of the curve.
+            - `"none"`: the parameter range.
+            - `"conflict_free_prefix"`: the parameter at which the curve first turns against the drift.
         curve_weight: the weight $\kappa$. At each parameter, the curve is $\kappa$ times the original curve plus
             $1 - \kappa$ times its chord.
-        polygon: whether the points are the vertices of a polygon.
-        embedding: an embedding whose path to its end point is the curve. The step computes the control points and
-            evaluates the embedding, because the weights of the displacements are not known in advance.
+        polygon: whether the points are the vertices of a polygon. Otherwise, they are the control points of a Bézier
+            curve.
+        embedding: an embedding whose path to its end point is the curve. The step then computes the control points
+            and evaluates the embedding, because the weights of the displacements are not known in advance.
 
     Example:
         >>> StepCurve(pull_back="none").weights(2, 0.5)
@@ -64,7 +67,7 @@ class StepCurve:
     embedding: Embedding | None = None
 
     def weights(self, n: int, s: float) -> list[float]:
-        """Return the weights of $u_1, …, u_n$ at the parameter s."""
+        """Return the weights of $u_1, …, u_n$ in the point of the curve at the parameter s."""
         line = _polygon_weights(n, s) if self.polygon else weights(n, s)[1:]
         if self.curve_weight != 1:
             # A Bézier curve or a polygon with equidistant points on the chord traverses it at constant speed.
@@ -75,7 +78,10 @@ class StepCurve:
     def position(
         self, inner: InnerProducts, drift_products: Sequence[float], rho: float
     ) -> tuple[float, list[float], float]:
-        r"""Return the parameter s for a rate $\rho$, the weights of $u_1, …, u_n$ at s, and the norm of this point.
+        r"""Return the position on the curve that corresponds to a rate $\rho$.
+
+        The result contains the parameter s of the position, the weights of $u_1, …, u_n$ in its point, and the norm of
+        this point.
 
         Args:
             inner: the inner products of the displacements.
@@ -98,11 +104,14 @@ class StepCurve:
         return s, weights, math.sqrt(max(reduce(add, map(mul, images, weights)), 0.0))
 
     def position_on_line(self, rho: float) -> float:
-        r"""Return the parameter s for a rate $\rho$ on a single displacement, where s is the rate."""
+        r"""Return the parameter s for a rate $\rho$ if the curve is a line, on which s equals the rate."""
         return min(rho, 1.0) if self.overshoot == "clamp" else rho
 
     def effective_rate(self, rho: float, drift_products: Sequence[float]) -> float:
-        r"""Return the effective rate for $\rho \ge 0$, given the inner products of the displacements with the drift."""
+        r"""Return the rate $\rho \ge 0$ relative to the whole curve, after clamping and after the conflict-free prefix.
+
+        `drift_products` contains the inner products of the displacements with the drift.
+        """
         return self.position_on_line(rho) * self.conflict_free_fraction(drift_products)
 
     def parameter(self, inner: InnerProducts, rho: float) -> float:
@@ -119,11 +128,12 @@ class StepCurve:
         )
 
     def conflict_free_fraction(self, drift_products: Sequence[float]) -> float:
-        r"""Return the usable fraction of the curve: 1, except for `"conflict_free_prefix"`.
+        """Return the fraction of the curve before its first conflict with the drift.
 
-        The segment from $u_{k-1}$ to $u_k$ conflicts if its inner product with the drift is negative. The prefix ends
-        before the first conflicting segment but contains at least one segment. So clients that conflict from the start
-        still contribute to the model.
+        Only the pull-back `"conflict_free_prefix"` uses this fraction. With any other pull-back, the result is 1.
+
+        The segment from $u_{k-1}$ to $u_k$ conflicts with the drift if their inner product is negative. The fraction
+        always includes the first segment, so a client whose first segment conflicts still contributes to the model.
         """
         if self.pull_back != "conflict_free_prefix":
             return 1.0
@@ -134,7 +144,11 @@ class StepCurve:
         return 1.0
 
     def straighten(self, tangents: Tensor) -> Tensor:
-        """Return the tangents (n, ...) of the straightened curve. For a chord, return only the last one, a geodesic."""
+        """Return the tangents (n, ...) of the straightened curve.
+
+        The straightened curve is `curve_weight` times the curve plus 1 - `curve_weight` times its chord. If
+        `curve_weight` is 0, only the chord remains, so the result contains only the last tangent.
+        """
         if self.curve_weight == 0:
             return tangents[-1:]
         if self.curve_weight == 1:
@@ -144,7 +158,7 @@ class StepCurve:
         return self.curve_weight * tangents + (1 - self.curve_weight) * places * tangents[-1]
 
     def curve(self, space: Manifold, n: int) -> CurveEmbedding:
-        """Return the curve of the start and n points on a space."""
+        """Return the curve on a space that starts at the current model and has n further points."""
         if self.embedding is not None:
             return EndPath(self.embedding.on(space))
         return Piecewise(space, degree=1, pieces=n) if self.polygon else Bezier(space, n)
@@ -165,7 +179,7 @@ class StepCurve:
 
 
 def _polygon_weights(n: int, s: float) -> list[float]:
-    """Return the weights of the n vertices after the start."""
+    """Return the weights of the n vertices after the start in the point at the parameter s."""
     piece = min(int(s * n), n - 1)
     part = s * n - piece
     line = [0.0] * n
@@ -176,7 +190,9 @@ def _polygon_weights(n: int, s: float) -> list[float]:
 
 
 def _polygon_parameter_at_distance(inner: InnerProducts, rho: float) -> float:
-    r"""Return the smallest s at which the distance from the start is $\rho \le 1$ times the distance of the end.
+    r"""Return the smallest s at which a polygon reaches the fraction $\rho \le 1$ of its end distance.
+
+    Both distances are measured from the start of the polygon along a straight line.
 
     Example:
         >>> _polygon_parameter_at_distance([[1.0, 0.0], [0.0, 1.0]], 0.5)
@@ -208,10 +224,11 @@ def _polygon_parameter_at_distance(inner: InnerProducts, rho: float) -> float:
 
 
 def _parameter_at_length(inner: InnerProducts, rho: float) -> float:
-    r"""Return the s >= 0 at which the length of the Bézier curve from its start is $\rho$ times its length on [0, 1].
+    r"""Return the s >= 0 up to which a Bézier curve has $\rho$ times its length on [0, 1].
 
-    With the differences $d_k = u_k - u_{k-1}$ and their Gram matrix D, the speed is
-    $\sqrt{b(s)^\top D\, b(s)}$ with $b_k(s) = n \tbinom{n-1}{k} s^k (1-s)^{n-1-k}$.
+    The differences $d_k = u_k - u_{k-1}$ of consecutive control points have the Gram matrix D. The speed of the curve
+    at s is $\sqrt{b(s)^\top D\, b(s)}$ with $b_k(s) = n \tbinom{n-1}{k} s^k (1-s)^{n-1-k}$, and its integral is the
+    length.
 
     Example:
         >>> round(_parameter_at_length([[0.0, 0.0], [0.0, 1.0]], 0.25), 12)
@@ -241,7 +258,7 @@ def _parameter_at_length(inner: InnerProducts, rho: float) -> float:
 
 
 def _polygon_parameter_at_length(inner: InnerProducts, rho: float) -> float:
-    r"""Return the smallest s at which the length of the polygon from its start is $\rho \le 1$ times its length.
+    r"""Return the smallest s up to which a polygon has the fraction $\rho \le 1$ of its length.
 
     Example:
         >>> _polygon_parameter_at_length([[1.0, 1.0], [1.0, 10.0]], 0.625)
@@ -259,7 +276,10 @@ def _polygon_parameter_at_length(inner: InnerProducts, rho: float) -> float:
 
 
 def _unit_difference_gram(inner: InnerProducts) -> Tensor:
-    """Return the Gram matrix of the differences of consecutive points, relative to the largest squared norm."""
+    """Return the Gram matrix of the differences of consecutive points.
+
+    The matrix is divided by the largest squared norm of a point, so that it neither overflows nor underflows.
+    """
     scale = max(check_number(f"displacements[{i}]: squared norm", row[i]) for i, row in enumerate(inner))
     # Relative values neither underflow nor overflow when they are subtracted.
     table = np.pad(np.array(inner, dtype=float) / (scale if scale > 0 else 1.0), ((1, 0), (1, 0)))

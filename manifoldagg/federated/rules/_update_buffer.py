@@ -1,4 +1,4 @@
-"""Base classes of buffered rules that store each displacement separately."""
+"""Base classes of buffered rules that need every displacement separately, such as robust rules."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -24,12 +24,12 @@ __all__ = ["CoordinateWiseRule", "StoredBufferRule", "oddeven_sort"]
 class StoredBufferRule(TangentRule):
     r"""Base class of rules that store K displacements and then compute one step from all of them.
 
-    The displacement $\Delta_i$ is measured from the base of the client and has the staleness weight
-    $s_i = s(\tau - t_i)$. Sample counts are ignored. On a curved space, the rule transports $\Delta_i$ to the current
-    point, which does not change while the buffer fills.
+    Each displacement $\Delta_i$ is measured from the base of its client. Its weight $s_i = s(\tau - t_i)$ depends only
+    on the staleness $\tau - t_i$, so sample counts are ignored.
 
-    The rule rejects a displacement if the square of a sum of K such displacements would overflow in the dtype of the
-    model.
+    On a curved space, the rule transports $\Delta_i$ to the current point, which does not change while the buffer
+    fills. If the square of a sum of K displacements as long as $\Delta_i$ would overflow in the dtype of the model, the
+    rule rejects $\Delta_i$.
     """
 
     cohort: ClassVar[int] = 1
@@ -53,9 +53,7 @@ class StoredBufferRule(TangentRule):
         factors: Sequence[float],
         out: Tensor | None,
     ) -> tuple[Any, float, Gram]:
-        r"""Return the new model, its distance from the current model, and inner products of rows.
-
-        The first two rows of the inner products are the displacement and the drift of the last update.
+        r"""Compute the step of a full buffer.
 
         Args:
             space: the space of the points.
@@ -64,12 +62,17 @@ class StoredBufferRule(TangentRule):
             stored: the stored displacements by name, in the order of arrival.
             factors: the factors $\eta_g s_i$ of the stored displacements and, at the end, of the last update.
             out: an optional output buffer for the new model.
+
+        Returns:
+            The new model, its distance from the current model, and the inner products of the rows. The first two rows
+            are the displacement and the drift of the last update.
         """
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return an upper bound on the contribution of each buffered update to the next step.
+        """Return upper bounds on what the buffered updates contribute to the next step.
 
-        Each list contains one pair of a factor and a displacement.
+        The server checks that the model remains finite with each of them. For each update, the result contains one list
+        with one pair of a factor and a displacement.
         """
         rate = rate_at(self.rate, state["version"])
         return [[(rate * state["factors"][name], row)] for name, row in state["displacements"].items()]
@@ -85,7 +88,7 @@ class StoredBufferRule(TangentRule):
     def plan(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        """Plan a step. A rule that needs whole vectors may write its model to `out`."""
+        """Plan a step. A subclass that computes whole vectors may write its model to `out`."""
         check_points(self, update)
         share = weight_at(self.staleness, update.staleness)
         frame = frame_from_update(space, update, transport=self.transport, rungs=self.rungs)
@@ -122,9 +125,10 @@ class StoredBufferRule(TangentRule):
 
 
 class CoordinateWiseRule(StoredBufferRule):
-    """Base class of rules that average each entry without its `num_trimmed` smallest and largest values.
+    """Base class of rules that compute a trimmed mean of each entry.
 
-    The rule sorts the displacements in chunks, so the working memory is K + 1 chunks.
+    For each entry, the rule sorts the values of the K displacements, discards the `num_trimmed` smallest and largest
+    values, and averages the others. It processes the vectors in chunks, so the working memory is K + 1 chunks.
     """
 
     self_checked: ClassVar[tuple[str, ...]] = ("points",)
@@ -164,10 +168,11 @@ class CoordinateWiseRule(StoredBufferRule):
 
 
 def oddeven_sort(vectors: Sequence[Tensor], scratch: Tensor) -> list[Tensor]:
-    """Sort vectors entrywise in place, with `scratch` as working memory.
+    """Sort each entry of K vectors in place, with `scratch` as working memory.
 
-    The algorithm is odd-even transposition sort: K rounds compare and exchange neighbouring vectors. Each comparison
-    runs at memory bandwidth. For small K, this is faster than sorting each entry separately.
+    The algorithm is odd-even transposition sort: in each of K rounds, it compares neighbouring vectors and exchanges
+    entries that are out of order. A comparison of two vectors runs at memory bandwidth. For small K, the algorithm is
+    therefore faster than a separate sort of each entry.
 
     Example:
         >>> rows = [torch.tensor([3.0, 1.0]), torch.tensor([2.0, 2.0]), torch.tensor([1.0, 0.0])]

@@ -7,7 +7,7 @@ __all__ = ["WrapperRule"]
 
 
 class WrapperRule(KeywordHints):
-    """Base class of rules that wrap another rule, with the requirements of the wrapped rule."""
+    """Base class of rules that wrap another rule and have the same requirements as the wrapped rule."""
 
     rule: Rule
 

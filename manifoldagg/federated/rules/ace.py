@@ -24,8 +24,8 @@ class ACE(LatestUpdateRule):
 
     $$h_i \leftarrow \Delta_i, \qquad \Theta \leftarrow \Theta + \eta\, \frac1N \sum_{j=1}^N h_j.$$
 
-    $\Delta_i = \Theta_i - \Theta^{t_i}$ is the displacement of client i from its own base. $h_j$ is the latest
-    displacement of client j, and zero before the first update of client j.
+    Here, $\Delta_i = \Theta_i - \Theta^{t_i}$ is the displacement of client i from its own base, $\eta$ is the rate and
+    N is the number of clients. Before the first update of client j, $h_j$ is zero.
 
     Use this rule when some clients return updates much more often than others. A fast client replaces its own $h_i$
     more often, but its share of the mean remains $1 / N$.
@@ -33,15 +33,16 @@ class ACE(LatestUpdateRule):
     The server stores one vector $h_j$ per client and the sum of these vectors. An update adds $\Delta_i - h_i$ to the
     sum. If a client leaves, its last displacement remains in the mean. A failed task changes nothing.
 
-    Rounding: the sum is stored in float64. For one entry of the vectors, let M be the largest value that
-    $\sum_j |h_j|$ has had. After T updates, the entry of the stored sum differs from the exact sum by at most
-    $3 T M \cdot 2^{-53}$. With one million updates, this bound is $3.4 \cdot 10^{-10} M$. One extremely long
-    displacement makes M large. The update limits `max_norm` and `clip` prevent this.
+    Rounding: the sum is stored in float64. For one entry of the vectors, let M be the largest value that $\sum_j |h_j|$
+    has had. After T updates, the entry of the stored sum differs from the exact sum by at most $3 T M \cdot 2^{-53}$.
+    With one million updates, this bound is $3.4 \cdot 10^{-10} M$. Because one extremely long displacement makes M
+    large, limit the norms of updates with the options `max_norm` and `clip` of `UpdateLimits`.
 
-    Stability: $h_j$ is used until the next update of client j, so it is older than the displacement of a rule that
-    uses each update once. In the model of [`stability_limit`][manifoldagg.federated.stability_limit], with all N
-    clients in flight, the limit of $\eta$ is about $2 / N$. If the clients return in a fixed order, the limit is about
-    $1.1 / N$. [`suggest_rate`][manifoldagg.federated.suggest_rate] returns $1 / (2 N)$.
+    Stability: $h_j$ is used until the next update of client j, so it is older than the displacement of a rule that uses
+    each update once. The rate must therefore be smaller. In the model of
+    [`stability_limit`][manifoldagg.federated.stability_limit], with all N clients in flight, the limit of $\eta$ is
+    about $2 / N$. If the clients return in a fixed order, the limit is about $1.1 / N$.
+    [`suggest_rate`][manifoldagg.federated.suggest_rate] returns $1 / (2 N)$.
 
     Args:
         rate: the global rate $\eta$: a number or a function of the version $\tau$.
@@ -85,7 +86,10 @@ class ACE(LatestUpdateRule):
         return super().init(space, start) | {"cached": 0}
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the terms of the next step, if the next client sends its latest displacement again."""
+        """Return the next step if its client repeats its latest displacement.
+
+        The server checks that the model remains finite after this step.
+        """
         if "sum" not in state:
             return []
         return [[(rate_at(self.rate, state["version"]) / self._num_clients(state["cached"]), state["sum"])]]

@@ -1,4 +1,4 @@
-"""AdaMasFL: MasFL with normalised local steps and derived rates."""
+"""AdaMasFL: MasFL with normalised local steps and default rates that follow from the problem size."""
 
 import math
 from collections.abc import Mapping
@@ -22,31 +22,30 @@ __all__ = ["AdaMasFL"]
 class AdaMasFL(ControlVariateRule):
     r"""MasFL with normalised local steps (AdaMasFL), whose rates do not depend on the scale of the losses.
 
-    After the updates of S clients, the new model is
+    A client performs K local steps of length $\eta$ from $\Theta_i^0$ to $\Theta_i^K$. After the updates of S clients,
+    the new model is
 
     $$\Theta \leftarrow \Theta - \frac{\gamma}{S} \sum_{i \in S} \Delta_i, \qquad
       \Delta_i = \frac{\Theta_i^0 - \Theta_i^K}{\eta K}.$$
 
     The momentum $g$ and the control variates $c$ and $c_i$ are those of [`MasFL`][manifoldagg.federated.rules.MasFL].
-    The default rates follow from the number S of clients per step, the number K of local steps and the number T of
-    server steps:
+    The default rates follow from S, K and the planned number T of server steps:
 
     $$\eta = \frac{1}{K \sqrt T}, \qquad \beta = \sqrt{\frac{SK}{T}}, \qquad \gamma = \frac{(SK)^{1/4}}{T^{3/4}}.$$
 
     Use this rule when clients have heterogeneous data and you cannot tune the rates.
 
-    A client performs K steps of length $\eta$ with the trainer
-    [`Normalised`][manifoldagg.federated.clients.Normalised], which reads $\eta$ and K from the message. This has three
-    consequences:
+    Clients need the trainer [`Normalised`][manifoldagg.federated.clients.Normalised], which reads $\eta$ and K from the
+    message and normalises each step. This has three consequences:
 
     - $\|\Delta_i\| \le 1$, so T server steps move the model by at most $T \gamma = (SKT)^{1/4}$.
     - Multiplying all losses by a constant does not change the result.
     - The rule rejects an update that is longer than K steps, up to rounding.
 
-    Explicit values of $\eta$, $\beta$ and $\gamma$ also apply to the message and to the length check.
+    If you pass $\eta$, $\beta$ or $\gamma$ explicitly, the message and the length check use your value.
 
     If a client returns two updates before a step, the client counts once towards S, and both displacements are part of
-    the mean. Participation is otherwise as in MasFL. After T steps, the rates remain constant.
+    the mean. Clients join and leave as in MasFL. After T steps, the rates remain constant.
 
     Args:
         size: the number S of distinct clients per step.
@@ -133,7 +132,9 @@ class AdaMasFL(ControlVariateRule):
     def _displacement_rows(
         self, pending: dict[str, Any], update: Update
     ) -> tuple[list[Tensor], list[Tensor | None], float]:
-        """Return the rows whose sum is the total displacement, and the norm of the last displacement.
+        """Return the rows whose sum is the total displacement of the buffer, and the norm of the last displacement.
+
+        Each row has a second row, or `None`, to subtract from it.
 
         Raises:
             ArgumentError: if the last displacement is longer than K steps.

@@ -16,13 +16,14 @@ class ASGD(ScheduledRule):
 
     $$\Theta^{\tau+1} = \Theta^\tau + \rho\, v, \qquad v = \Theta_i - \Theta^t, \qquad \rho = S\, w_i\, \eta_g(\tau).$$
 
-    The step size $\rho$ is the product of the staleness penalty $S$, the data share $w_i$ and the rate $\eta_g$.
+    The step size $\rho$ is the product of the staleness penalty $S$, the client's data share $w_i$ and the rate
+    $\eta_g$.
 
     Use this rule as the baseline for corrections, or when updates have little staleness.
 
     On a curved space, $v = \log_{\Theta^t} \Theta_i$ is transported to $\Theta^\tau$, and the new model is
-    $\exp_{\Theta^\tau}(\rho\, v)$. The options are described in
-    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    $\exp_{\Theta^\tau}(\rho\, v)$. [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] describes the
+    options.
 
     Raises:
         ArgumentError: if an option is out of range.

@@ -21,7 +21,7 @@ __all__ = ["AsyncBezier"]
 
 AUTO = "auto"
 CURVE_WEIGHT_GAIN = 0.02
-"""The gain of the moving averages that determine the automatic curve weight. They average about 50 updates."""
+"""The gain of the moving averages for the automatic curve weight, which average about 50 updates."""
 PROGRESS_GAIN = 0.01
 """The minimum gain of the running mean of the progress, which is an average of about 100 updates."""
 MAX_PROGRESS_RATIO = 100.0
@@ -40,62 +40,66 @@ class AsyncBezier(ScheduledRule):
     $$\Theta^{\tau+1} = \iota_\psi(s), \qquad \psi = \exp_{\varphi_{\Theta^\tau}}(\pi v),
       \qquad \rho = S\, w_i\, \eta_g(\tau),$$
 
-    on the curve with the corrected control points $\psi$. The correction $\pi$ is
-    [`OrthoDC`][manifoldagg.corrections.OrthoDC], applied to each control point. The end of the curve is the candidate
-    $\hat\Theta = \iota_\psi(1)$. The position $s$ on the curve is the smallest $s$ with
+    on the curve $\iota_\psi$ with the corrected control points $\psi$. The correction $\pi$ is
+    [`OrthoDC`][manifoldagg.corrections.OrthoDC], applied to the displacement $v$ of each control point. The step size
+    $\rho$ is the product of the staleness penalty $S$, the client's data share $w_i$ and the rate $\eta_g$.
 
-    $$d(\iota_\psi(s), \Theta^\tau) = \rho\, d(\hat\Theta, \Theta^\tau).$$
+    The end of the curve is the candidate $\hat\Theta = \iota_\psi(1)$. By default, the position $s$ on the curve is the
+    smallest $s$ with
 
-    This equation is (12) of the paper, where $d$ is the length of the chord between two points. The general step (11)
-    of the paper is a geodesic of the pulled-back metric. A geodesic has constant speed. On a curve, the general step
+    $$d(\iota_\psi(s), \Theta^\tau) = \rho\, d(\hat\Theta, \Theta^\tau),$$
+
+    where $d$ is the length of the chord between two points. This equation is (12) of the paper. The general step (11)
+    of the paper is a geodesic of the pulled-back metric, which has constant speed. On a curve, the general step
     therefore covers the fraction $\rho$ of the length:
 
     $$\int_0^s \|\iota_\psi'(t)\|\, dt = \rho \int_0^1 \|\iota_\psi'(t)\|\, dt.$$
 
-    `pull_back="length"` selects the general step. Both steps are equal on a straight curve that does not turn back.
-
-    AsyncBezier is the special case of AsyncManifold for a Bézier curve. The option `embedding` selects another case of
-    AsyncManifold. Then $\iota_\psi(s)$ is the path of the embedding from $\Theta^\tau$ to its end point $\omega$. The
-    image of the end point is the last control point. There are three kinds of paths:
-
-    - The path of a tunnel is its curve ($\xi = 0$).
-    - The path of a simplex is the edge from the first to the last vertex.
-    - The path of another embedding is $\iota_\psi(x(s))$, where its method `path_coordinates` computes $x(s)$.
+    The option `pull_back="length"` selects the general step. Both steps are equal on a straight curve that does not
+    turn back.
 
     For small $\rho$, the pull-back along the chord multiplies the step by the ratio of the length of the chord to the
     initial speed of the curve. This ratio differs between clients. If the curve follows the path of local training, use
     `pull_back="none"`. Then $s = \min(1, \rho)$, and the step approaches the client's gradient as $\rho \to 0$.
 
-    All other options are described in [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected]. With `decay=1`,
-    the rule is AsyncBezierED.
+    AsyncBezier is the special case of the paper's AsyncManifold for a Bézier curve. The option `embedding` selects
+    another case. Then $\iota_\psi(s)$ is a path of the embedding from $\Theta^\tau$ to its end point, whose image is
+    the last control point. There are three kinds of paths:
+
+    - The path of a tunnel is the curve that the tunnel surrounds.
+    - The path of a simplex is the edge from the first to the last vertex.
+    - The path of another embedding is $\iota_\psi(x(s))$, where its method `path_coordinates` computes $x(s)$.
+
+    With `decay=1`, the rule is AsyncBezierED. [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] describes
+    all options that are not listed here.
 
     Args:
         threshold: the threshold $\vartheta \in [-1, 1]$ of OrthoDC. On a flat space, `"auto"` chooses -1, 0 or 1 for
             each update, as in [`AutoThreshold`][manifoldagg.corrections.AutoThreshold].
         pull_back: the computation of $s$ from $\rho$:
 
-            - `"chord"`: the smallest $s$ at the distance above.
-            - `"length"`: the $s$ at the length above.
+            - `"chord"`: the smallest $s$ at the fraction $\rho$ of the distance to the candidate.
+            - `"length"`: the $s$ at the fraction $\rho$ of the length of the curve.
             - `"none"`: $s = \rho$.
-            - `"conflict_free_prefix"`: $s = \rho\, a$, where $a$ is a fraction of the curve. The fraction ends before
-              the first segment (between consecutive points) whose inner product with the drift is negative. It contains
-              at least one segment.
+            - `"conflict_free_prefix"`: $s = \rho\, a$, where $a$ is the fraction of the curve before its first conflict
+              with the drift. A segment between consecutive points conflicts if its inner product with the drift is
+              negative. The fraction always includes the first segment.
         curve_weight: the weight $\kappa \in [0, 1]$. The curve is $\kappa$ times the client's curve plus $1 - \kappa$
             times its chord. Without corrections, 0 gives the step of [`ASGD`][manifoldagg.federated.rules.ASGD].
-            `"auto"` uses $\kappa = 1 - r$, clipped to [0, 1], where $r$ is the mean cosine of displacements and
-            drifts over about 50 updates, weighted by the product of both norms. This weight is 0 before the first drift
-            and increases as displacements and drifts agree less.
-        normalise: whether to divide $\rho$ by the ratio of the client's progress $\eta_i K_i$ to the running mean of
-            the progress. Clients with different local rates or numbers of steps then have equal influence. The message
-            and the payload contain the number `progress`, which the trainer
-            [`Trajectory`][manifoldagg.federated.clients.Trajectory] returns.
+            `"auto"` uses $\kappa = 1 - r$, clipped to [0, 1]. Here, $r$ is the mean cosine between displacements and
+            drifts over about 50 updates, weighted by the product of both norms. The automatic weight is 0 before the
+            first drift and increases as displacements and drifts agree less.
+        normalise: whether clients with different local rates or numbers of steps have equal influence. If set, $\rho$
+            is divided by the ratio of the client's progress $\eta_i K_i$, its local rate times its number of steps, to
+            the running mean of the progress. The message and the payload contain the number `progress`, which the
+            trainer [`Trajectory`][manifoldagg.federated.clients.Trajectory] returns.
         polygon: whether the points are the vertices of a polygon with equidistant parameters, such as the n points of
             `Trajectory(pieces=n)`. Otherwise, the points are the control points of a Bézier curve of degree n.
         embedding: the embedding whose control points clients return, such as `Tunnel(radius=0.1)` or
             `Simplex(vertices=3)`. Use the same embedding in the trainer
-            [`Curve`][manifoldagg.federated.clients.Curve]. `None` is a Bézier curve, and a tunnel is equivalent to
-            `None`. For an embedding other than a Bézier curve, a tunnel or a simplex, the step also computes the n
-            corrected control points, and requires a space without low-rank leaves.
+            [`Curve`][manifoldagg.federated.clients.Curve]. `None` selects a Bézier curve, and a tunnel is equivalent to
+            `None`. If the embedding is not a Bézier curve, a tunnel or a simplex, the step also computes the n
+            corrected control points, and the space must not have low-rank leaves.
 
     Raises:
         ArgumentError: if an option is out of range.
@@ -143,7 +147,10 @@ class AsyncBezier(ScheduledRule):
 
     @property
     def accepts_tensor_lists(self) -> bool:  # type: ignore[override]  # depends on an option
-        """Whether the rule reads points as lists of tensors. Only a general embedding requires vectors."""
+        """Whether the server may pass points as lists of tensors.
+
+        Evaluating an embedding other than a Bézier curve, a tunnel or a simplex requires whole vectors.
+        """
         return self._curve_embedding is None
 
     @cached_property
@@ -152,7 +159,7 @@ class AsyncBezier(ScheduledRule):
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """The names of the numbers in payloads."""
+        """The names of the numbers that a payload must contain."""
         return ("progress",) if self.normalise else ()
 
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
@@ -183,7 +190,7 @@ class AsyncBezier(ScheduledRule):
 
     @property
     def _curve_embedding(self) -> Embedding | None:
-        """The embedding, if its path is neither a Bézier curve nor a geodesic."""
+        """The embedding, or `None` if its path is a Bézier curve or a geodesic."""
         return None if isinstance(self.embedding, Bezier | Tunnel | Simplex) else self.embedding
 
     def _check_embedding(self, given: Embedding) -> None:
@@ -231,18 +238,24 @@ def _check_or_auto(name: str, value: float | str, minimum: int) -> None:
 
 
 def _client_progress(update: Update) -> float:
-    """Return the progress of a client along its gradient: the local rate times the number of steps."""
+    """Return the progress of a client along its gradient.
+
+    The progress is the local learning rate times the number of local steps. The client reports it in the payload.
+    """
     return check_number(
         "numbers: progress", update.numbers.get("progress", 0.0), at_least=MIN_PROGRESS, at_most=MAX_PROGRESS
     )
 
 
 def _clipped(progress: float, mean: float) -> float:
-    """Clip a progress value to a bounded ratio to the mean, to limit the effect of one value."""
+    """Clip the progress of a client to at most `MAX_PROGRESS_RATIO` times more or less than the mean.
+
+    The limit bounds the influence of a wrong value on later updates.
+    """
     return min(max(progress, mean / MAX_PROGRESS_RATIO), mean * MAX_PROGRESS_RATIO)
 
 
 def _auto_curve_weight(state: State) -> float:
-    """Return the curve weight for the mean cosine of displacements and drifts so far."""
+    """Return the automatic curve weight, one minus the mean cosine between displacements and drifts so far."""
     lengths = state.get("lengths", 0.0)
     return min(max(1 - state["product"] / lengths, 0.0), 1.0) if lengths > 0 else 0.0

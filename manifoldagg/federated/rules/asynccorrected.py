@@ -22,9 +22,10 @@ class AsyncCorrected(ScheduledRule):
     $$\Theta^{\tau+1} = \iota_\psi(s), \qquad \psi = \exp_{\varphi_{\Theta^\tau}}(\pi v),
       \qquad \rho = S\, w_i\, \eta_g(\tau),$$
 
-    on the curve $\psi$ of the corrected displacements $\pi v$. The position $s$ on the curve follows from the step size
-    $\rho$. The step size is the product of the staleness penalty $S$, the data share $w_i$ and the rate $\eta_g$. A
-    plain model is a curve with one control point.
+    on the curve $\iota_\psi$, whose control points $\psi$ come from the corrected displacements $\pi v$. A plain model
+    is a curve with one control point. The position $s$ on the curve follows from the step size $\rho$: the distance
+    from $\Theta^\tau$ to the new model is the fraction $\rho$ of the distance to the end of the curve. The step size is
+    the product of the staleness penalty $S$, the client's data share $w_i$ and the rate $\eta_g$.
 
     Use this rule to try a correction of your own, or a composition of corrections. The rule's state contains the state
     of the correction. A correction with `granularity="tensor"` uses one matrix per named tensor.
@@ -32,10 +33,12 @@ class AsyncCorrected(ScheduledRule):
     Args:
         rate: the global rate $\eta_g$: a number or a function of the version $\tau$, such as a schedule of
             `manifoldagg.federated.schedules`.
-        decay: the strength $\alpha \in [0, 1]$ of the staleness penalty $S$ of Manifold (10).
+        decay: the strength $\alpha \in [0, 1]$ of the staleness penalty
+            $S = 1 + \alpha (\|\Theta^\tau - \hat\Theta\| / \|\Theta^t - \Theta^\tau\| - 1)$, where $\hat\Theta$ is the
+            end of the curve. With 0, $S = 1$.
         penalty_limit: the upper limit of $S$.
-        overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1. `"extend"` extends the curve, which
-            requires a flat space.
+        overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1. `"extend"` follows the curve beyond its
+            end, which requires a flat space.
         correction: the correction $\pi$, such as `OrthoDyn()` or `Position() >> OrthoDC(0.0)`.
         dominance: an optional [`Dominance`][manifoldagg.federated.rules.Dominance] penalty for clients that
             return updates often.

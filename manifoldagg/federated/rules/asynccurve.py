@@ -1,4 +1,4 @@
-"""AsyncCurve: a step along a quadratic curve with a corrected end and a rotated control point."""
+"""AsyncCurve: a step along a quadratic curve whose end and control point are corrected for the drift."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -173,7 +173,11 @@ class AsyncCurve(ServerRule):
         return after, Outcome(model, memory, numbers, state_is_finite=self._state_is_finite(corrected))
 
     def _state_is_finite(self, corrected: Corrected) -> bool:
-        """Return whether the norms of the rows are small enough that every combination of them is finite."""
+        """Return whether the norms of the rows prove that the new state is finite.
+
+        If the norms are small enough, no linear combination of the rows can overflow, and the server need not check the
+        state.
+        """
         plain = not self.correction.keeps_state or isinstance(self.correction, OrthoDyn)
         if corrected.auxiliary is None or not plain or self.periodic is not None:
             return False
@@ -183,12 +187,15 @@ class AsyncCurve(ServerRule):
         return sum(map(safe_sqrt, squares)) <= limits.max * limits.eps / 64
 
     def _is_overwritten(self, version: int) -> bool:
-        """Return whether the rule overwrites this version with the average."""
+        """Return whether the rule replaces the model of this version by the average."""
         place = version - self.offset
         return self.periodic is not None and place > 0 and place % self.periodic == 0
 
     def _update_average(self, state: State, version: int, model: Tensor) -> dict[str, Any]:
-        """Add a new version to the average. Overwrite the version with the average if it is due."""
+        """Add the model of a new version to the average, and return the entries of the state about the average.
+
+        If this version is due for replacement, the method writes the average to `model` and restarts the average.
+        """
         if self.periodic is None:
             return {}
         place = version - self.offset
@@ -209,7 +216,7 @@ class AsyncCurve(ServerRule):
 
 
 def _move_control(mode: str, control: Tensor, base: Tensor, theirs: Tensor, current: Tensor, end: Tensor) -> Tensor:
-    """Return the corrected control point of a curve from `current` to `end`."""
+    """Return the control point of the new curve, which leads from `current` to `end`."""
     if mode == "keep":
         return control
     if mode == "shift":
@@ -218,10 +225,13 @@ def _move_control(mode: str, control: Tensor, base: Tensor, theirs: Tensor, curr
 
 
 def _step_coefficients(corrected: Corrected, s: float, mode: str) -> tuple[Matrix | None, float | None]:
-    """Return the coefficients of the step, (k + 1,) or (S, k + 1), and the norm of the step.
+    """Compute the coefficients of the new model, so that one pass over the parameters can compute it.
 
-    The rows are those of the frame, followed by the control point minus the base. A result is `None` if cancellation
-    makes the inner products too inaccurate for the rotation or for the norm.
+    The rows of the combination are those of the frame, followed by the control point minus the base. The coefficients
+    have the shape (k + 1,), or (S, k + 1) for S named tensors.
+
+    The result contains the coefficients and the norm of the step. If cancellation makes the inner products too
+    inaccurate for one of them, its value is `None`, and the caller computes it from vectors instead.
     """
     left = corrected.gram.transform(corrected.coefficients).sum(0)
     if corrected.auxiliary is None or lost_to_cancellation(left, corrected.gram.matrix):

@@ -1,4 +1,4 @@
-"""AsyncFedED: staleness measured as a distance, which determines the step size and the epochs of the next task."""
+"""AsyncFedED: a step size and a number of local epochs that decrease with the drift since the dispatch."""
 
 import math
 import sys
@@ -25,14 +25,16 @@ MAX_EPOCHS = 2**53
 class AsyncFedED(TangentRule):
     r"""Euclidean-distance staleness (AsyncFedED): a shorter step and fewer local epochs after a long drift.
 
-    After each update, the new model is $\Theta \leftarrow \Theta + \eta_i\, \Delta_i$ with
-    $\Delta_i = \Theta_i - \Theta^t$ and
+    The rule measures the staleness $\gamma_i$ of an update as the length of the drift relative to the length of the
+    displacement $\Delta_i = \Theta_i - \Theta^t$. After each update, the new model is $\Theta \leftarrow \Theta +
+    \eta_i\, \Delta_i$ with
 
     $$\gamma_i = \frac{\|\Theta^\tau - \Theta^t\|}{\|\Delta_i\|}, \qquad \eta_i = \frac{\lambda}{\gamma_i + \epsilon},
       \qquad K_i \leftarrow \max(1,\; K_i + \lfloor \kappa\, (\bar\gamma - \gamma_i) \rfloor).$$
 
     Here, $K_i$ is the number of epochs of the client's next task. The message contains $K_i$ as the number `epochs`,
-    which the trainer [`Epochs`][manifoldagg.federated.clients.Epochs] uses. During warm-up, $\gamma_i = \bar\gamma$.
+    which the trainer [`Epochs`][manifoldagg.federated.clients.Epochs] uses. During warm-up, $\gamma_i$ is replaced by
+    the target $\bar\gamma$.
 
     Special cases:
 

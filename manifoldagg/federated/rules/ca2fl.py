@@ -1,4 +1,4 @@
-"""CA²FL: the mean displacement of a buffer, calibrated by the cached displacement of every client."""
+"""CA²FL: a step along a buffer mean that is corrected by the cached displacement of every client."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -29,21 +29,22 @@ EMPTY_BUFFER = {"count": 0, "joined": 0, "guests": 0, "held": []}
 class CA2FL(LatestUpdateRule):
     r"""Cached update calibration (CA²FL): a buffer mean, corrected by the cached displacement of every client.
 
-    After every K updates, the new model is $\Theta \leftarrow \Theta + \eta_g\, v$ with
+    The server caches the last displacement $h_i$ of each client. After every K updates, the new model is $\Theta
+    \leftarrow \Theta + \eta_g\, v$ with
 
     $$v = \bar h + \frac1K \sum_{i=1}^K (\Delta_i - h_i), \qquad \bar h = \frac1N \sum_j h_j,
       \qquad \Delta_i = \Theta_i - \Theta^{t_i}.$$
 
-    Here, $h_i$ is the cached displacement of client i from before the first update of the buffer. After the step,
-    $h_i \leftarrow \Delta_i$. If a client has several updates in the buffer, its last displacement is cached.
+    The values $h_i$ are those from before the first update of the buffer. After the step, $h_i \leftarrow \Delta_i$. If
+    a client has several updates in the buffer, its last displacement is cached.
 
     Use this rule when clients have heterogeneous data and some of them rarely return updates. If all N clients are in
     every buffer, $v$ is the mean of their displacements.
 
     The client state stores $h_i$, one vector per client. The buffer stores at most K additional vectors. The sum
-    $\sum_j h_j$ and the buffer are in float64. A very long displacement therefore cancels when the client's next
-    displacement replaces it. The rule rejects a displacement if K squares of its norm overflow in the dtype of the
-    model.
+    $\sum_j h_j$ and the buffer are in float64, so a very long displacement cancels when the client's next displacement
+    replaces it. If K squares of the norm of a displacement overflow in the dtype of the model, the rule rejects the
+    displacement.
 
     Participation:
 
@@ -107,7 +108,10 @@ class CA2FL(LatestUpdateRule):
                 )
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the terms of the next step under the assumption that all later updates are zero."""
+        """Return the next step if all later updates are zero.
+
+        The server checks that the model remains finite after this step.
+        """
         rate = rate_at(self.rate, state["version"])
         among = max(state["cached"], (self.clients or 0) if self.unknown == "zero" else 0, 1)
         factors = {"buffer": rate / self.size, "sum": rate / among}

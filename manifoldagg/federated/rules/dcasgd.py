@@ -21,18 +21,18 @@ class DCASGD(ScheduledRule):
 
     $$\Theta^{\tau+1} = \Theta^\tau + \rho\,(v - \lambda\, v \odot v \odot g), \qquad \rho = S\, w_i\, \eta_g(\tau).$$
 
-    The rule treats the displacement $v$ as a negative gradient. The product $v \odot v$ approximates the diagonal of
-    the Hessian. The step size $\rho$ is the product of the staleness penalty $S$, the data share $w_i$ and the rate
-    $\eta_g$.
+    The rule treats the displacement $v$ as a negative gradient and approximates the change of the gradient along the
+    drift $g$. The product $v \odot v$ stands in for the diagonal of the Hessian. The step size $\rho$ is the product of
+    the staleness penalty $S$, the client's data share $w_i$ and the rate $\eta_g$.
 
     There are two variants:
 
     - `"constant"` (DC-ASGD-c): $\lambda$ is a number.
-    - `"adaptive"` (DC-ASGD-a): $\lambda = \lambda_0 / \sqrt{m + 10^{-7}}$ for each entry, with the moving average
-      $m \leftarrow \beta\, m + (1 - \beta)\, v \odot v$. The initial value of $m$ is 0.
+    - `"adaptive"` (DC-ASGD-a): $\lambda = \lambda_0 / \sqrt{m + 10^{-7}}$ for each entry, with the moving average $m
+      \leftarrow \beta\, m + (1 - \beta)\, v \odot v$. The initial value of $m$ is 0.
 
-    Use this rule when clients return gradients or short local training, and staleness is moderate. All other options
-    are described in [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    Use this rule when clients return gradients or short local training, and staleness is moderate.
+    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] describes all other options.
 
     Args:
         variant: the variant, `"adaptive"` or `"constant"`.

@@ -1,4 +1,4 @@
-"""Delayed Nesterov: a step for each update, and Nesterov momentum that changes with every N-th update."""
+"""Delayed Nesterov: a step for each update, and a change of the momentum for every N updates."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -20,7 +20,8 @@ __all__ = ["DelayedNesterov"]
 class DelayedNesterov(ServerRule):
     r"""Delayed Nesterov: a step for each update, with Nesterov momentum that changes only every N updates.
 
-    Most updates move the model along the displacement $v$ and a fraction $c$ of the momentum $m$:
+    The rule collects N displacements for one change of the momentum $m$. All other updates move the model along their
+    displacement $v$ and a fraction $c$ of the momentum:
 
     $$\Theta \leftarrow \Theta + \eta\,(v / N + c\, \beta m).$$
 
@@ -79,7 +80,10 @@ class DelayedNesterov(ServerRule):
         return super().init(space, start) | {"count": 0}
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the sum of all later steps under the assumption that all later updates are zero."""
+        """Return the sum of all steps that follow if every later update is zero.
+
+        These steps come from the momentum. The server checks that the model remains finite after them.
+        """
         rate = rate_at(self.rate, state["version"])
         later = rate * self.beta / (1 - self.beta)
         waits = max(self.size - 1 - state["count"], 0) * self.activation
@@ -99,7 +103,7 @@ class DelayedNesterov(ServerRule):
         total = v + rows.get("buffer", 0.0)
         m = rows.get("momentum", 0.0 * v)
         count = state["count"] + 1
-        full = count >= self.size  # the count exceeds `size` if a resumed server had a larger `size`
+        full = count >= self.size  # The count exceeds `size` if the server was resumed with a smaller `size`.
         after = {"version": state["version"] + 1, "count": 0 if full else count}
         if full:
             m = self.beta * m + total / count

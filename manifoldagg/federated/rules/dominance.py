@@ -1,4 +1,4 @@
-"""A smaller step size for clients that return updates more often than others."""
+"""Dominance penalty: a smaller rate for clients that return updates more often than others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +15,11 @@ __all__ = ["Dominance"]
 class Dominance:
     r"""Penalty that reduces the rate for clients that return updates more often than others.
 
-    The penalty multiplies the rate $\eta$ by $1 / (N p_i)$ and limits the result to 1. Here, N is the number of clients
-    and $p_i$ is the fraction of all updates that come from client i. Both counts include the current update: the client
-    returned $c_i$ of $k$ updates. The client state stores $c_i$.
+    With N clients, each of them should send the fraction 1 / N of all updates. If client i sends the fraction $p_i$,
+    the penalty multiplies the rate $\eta$ by $1 / (N p_i)$ and limits the result to 1.
+
+    The fraction follows from the number $c_i$ of updates of client i and the number $k$ of all updates. Both counts
+    include the current update. The client state stores $c_i$.
 
     Args:
         clients: the number N of clients.
@@ -43,7 +45,10 @@ class Dominance:
         check_count("clients", self.clients)
 
     def scaled_rate(self, rate: float, client_updates: int, total_updates: int) -> float:
-        r"""Return $\min(1, \eta / (N p_i))$, where $c_i$ is `client_updates` and $k$ is `total_updates`."""
+        r"""Return the rate $\min(1, \eta / (N p_i))$ for a client.
+
+        The fraction $p_i$ follows from `client_updates` = $c_i$ and `total_updates` = $k$, as in the class.
+        """
         part = (
             (client_updates + 1) / (total_updates + self.clients) if self.smoothed else client_updates / total_updates
         )

@@ -1,4 +1,4 @@
-"""FADAS: an AMSGrad step on the server along a buffer mean, with a rate that decreases for stale buffers."""
+"""FADAS: an AMSGrad step along a buffer mean, with a smaller rate for stale buffers."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -25,17 +25,17 @@ class FADAS(BufferedRule):
     r"""Adaptive asynchronous optimization (FADAS): an AMSGrad step along a buffer mean with a delay-adaptive rate.
 
     Let $\Delta = \frac1M \sum_i \Delta_i$ be the mean of M displacements, each measured from the base of its client.
-    Then
+    The moments $m$, $v$ and $\hat v$ and the model become
 
     $$m \leftarrow \beta_1 m + (1 - \beta_1)\, \Delta, \qquad
       v \leftarrow \beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta, \qquad
       \hat v \leftarrow \max(\hat v, v), \qquad
       \Theta \leftarrow \Theta + \eta_\tau\, \frac{m}{\sqrt{\hat v} + \epsilon}.$$
 
-    The moments have no bias correction. The rate depends on $\tau_{\max}$, the largest staleness in the buffer:
-    $\eta_\tau = \eta$ if $\tau_{\max} \le \tau_c$, and $\eta_\tau = \min(\eta, 1 / \tau_{\max})$ otherwise.
-    With $\beta_1 = \beta_2 = 0$, the step is $\eta_\tau \Delta / (\max_s |\Delta_s| + \epsilon)$, with the maximum over
-    all buffers so far.
+    The moments have no bias correction. The rate depends on $\tau_{\max}$, the largest staleness in the buffer: if
+    $\tau_{\max}$ is at most the threshold $\tau_c$, $\eta_\tau = \eta$. Otherwise, $\eta_\tau = \min(\eta, 1 /
+    \tau_{\max})$. With $\beta_1 = \beta_2 = 0$, the step is $\eta_\tau \Delta / (\max_s |\Delta_s| + \epsilon)$, with
+    the maximum over all buffers so far.
 
     Use this rule when Adam works well for the model and some clients are much slower than others. The rule stores no
     client states, so clients can join, leave or fail at any time.

@@ -24,7 +24,8 @@ __all__ = ["FedAdam"]
 class FedAdam(FedAvg):
     r"""Adaptive federated optimization (FedAdam): an Adam step along the mean displacement of a cohort.
 
-    Let $\Delta$ be the mean displacement of a cohort, as in [`FedAvg`][manifoldagg.federated.rules.FedAvg]. Then
+    Let $\Delta$ be the mean displacement of a cohort, as in [`FedAvg`][manifoldagg.federated.rules.FedAvg]. The moments
+    $m$ and $v$ and the model become
 
     $$m \leftarrow \beta_1 m + (1 - \beta_1)\, \Delta, \qquad
       v \leftarrow \beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta, \qquad
@@ -103,7 +104,10 @@ class FedAdam(FedAvg):
 def update_moments(
     m: Tensor, square: Tensor, delta: Tensor, betas: tuple[float, float], *, out: Sequence[Tensor]
 ) -> None:
-    r"""Write $\beta_1 m + (1 - \beta_1)\, \Delta$ and $\beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta$ into `out`.
+    r"""Compute the next moments of Adam and write them to `out`.
+
+    The first moment becomes $\beta_1 m + (1 - \beta_1)\, \Delta$, and the second becomes $\beta_2 v + (1 - \beta_2)\,
+    \Delta \odot \Delta$.
 
     Example:
         >>> out = torch.empty(2, 1)
@@ -118,7 +122,7 @@ def update_moments(
 
 
 def adam_step(current: Tensor, m: Tensor, square: Tensor, epsilon: float, rate: float, *, out: Tensor) -> None:
-    r"""Write $\Theta + \eta\, m / (\sqrt{v} + \epsilon)$ into `out`.
+    r"""Compute the model $\Theta + \eta\, m / (\sqrt{v} + \epsilon)$ after an Adam step, and write it to `out`.
 
     Example:
         >>> out = torch.empty(1)

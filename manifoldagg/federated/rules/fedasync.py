@@ -23,6 +23,8 @@ class FedAsync(CorrectionRule):
     $$\Theta^{\tau+1} = (1 - \alpha_\tau)\,\Theta^\tau + \alpha_\tau\,\Theta_i,
       \qquad \alpha_\tau = \min(1, \alpha \cdot s(\tau - t)).$$
 
+    The weight $s$ of the staleness $\tau - t$ reduces the influence of stale updates.
+
     Use this rule as a simple asynchronous baseline when staleness is small.
 
     On a curved space, the new model is $\exp_{\Theta^\tau}(\alpha_\tau \log_{\Theta^\tau} \Theta_i)$. For `transport`

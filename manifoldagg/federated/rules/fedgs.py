@@ -1,4 +1,4 @@
-"""FedGS: a step along an update without the component that conflicts with the drift (gradient surgery)."""
+"""FedGS: a step along an update without the component that conflicts with the drift."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,12 +22,12 @@ class FedGS(ScheduledRule):
       \pi v = v - \frac{\min(0, \langle v, g \rangle)}{\langle g, g \rangle}\, g,
       \qquad \rho = S\, w_i\, \eta_g(\tau).$$
 
-    The correction $\pi$ is [`OrthoDC`][manifoldagg.corrections.OrthoDC] with threshold 0. If the inner product of the
-    displacement $v$ and the drift $g$ is nonnegative, $\pi v = v$. The step size $\rho$ is the product of the staleness
-    penalty $S$, the data share $w_i$ and the rate $\eta_g$.
+    The displacement $v$ and the drift $g$ conflict if their inner product is negative. Otherwise, $\pi v = v$. The
+    correction $\pi$ is [`OrthoDC`][manifoldagg.corrections.OrthoDC] with threshold 0. The step size $\rho$ is the
+    product of the staleness penalty $S$, the client's data share $w_i$ and the rate $\eta_g$.
 
-    Use this rule when stale updates undo the progress of other clients. All other options are described in
-    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    Use this rule when stale updates undo the progress of other clients.
+    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] describes all other options.
 
     Args:
         update_form: the vector to correct: `"tangent"` is $v$, and `"position"` is $v - g$.

@@ -18,11 +18,12 @@ class FedOrtho(ScheduledRule):
     $$\Theta^{\tau+1} = \Theta^\tau + \rho\,\pi v, \qquad
       \pi v = v - \frac{\langle v, g \rangle}{\langle g, g \rangle}\, g, \qquad \rho = S\, w_i\, \eta_g(\tau).$$
 
-    The correction $\pi$ is [`OrthoDC`][manifoldagg.corrections.OrthoDC] with threshold 1. The step size $\rho$ is the
-    product of the staleness penalty $S$, the data share $w_i$ and the rate $\eta_g$.
+    The correction $\pi$ removes the component of the displacement $v$ along the drift $g$. It is
+    [`OrthoDC`][manifoldagg.corrections.OrthoDC] with threshold 1. The step size $\rho$ is the product of the staleness
+    penalty $S$, the client's data share $w_i$ and the rate $\eta_g$.
 
-    Use this rule when stale updates repeat or undo progress that the server has already made. The options are described
-    in [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    Use this rule when stale updates repeat or undo progress that the server has already made.
+    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] describes the options.
 
     Raises:
         ArgumentError: if an option is out of range.

@@ -112,7 +112,8 @@ class FLOCO(ServerRule):
 
     def message(self, space: Manifold, state: State, current: Tensor, client_state: ClientState) -> Message:
         placed = {"centre": client_state["centre"]} if client_state and "centre" in client_state else {}
-        # A server that rounds dispatched models sends a rounded `current`. The vertices are shifted to this centroid.
+        # The server may round dispatched models. The vertices are therefore shifted so that their centroid is the
+        # rounded model.
         centroid = combine(None, [*state["vertices"]], [1 / self.vertices] * self.vertices)
         vertices = empty_like(state["vertices"])
         for j, row in enumerate(vertices):
@@ -135,8 +136,8 @@ class FLOCO(ServerRule):
         share = check_number("weight", weight if self.weighted else 1.0, above=0)
         count = state["count"] + 1
         total = state["total"] + share
-        # Each row is the client's vertex minus the server's vertex plus the drift, which is nonzero for old tickets
-        # only.
+        # Each row is the client's vertex minus the server's vertex plus the drift. The drift is nonzero only if the
+        # model has moved since the dispatch.
         waiting = empty_like(vertices)
         for j, row in enumerate(waiting):
             before = state["buffer"][j] if "buffer" in state else None
@@ -161,9 +162,9 @@ class FLOCO(ServerRule):
         return after, Outcome(model, memory, numbers | {"buffered": 0.0, "step": 1.0, "norm": norm})
 
     def _project_client(self, state: State, update: Update) -> tuple[list[Tensor], ClientState]:
-        """Return the displacements of the cohort's centroids, and the client state with the client's centre.
+        """Return the displacements of the cohort's centroids so far, and the next state of the client.
 
-        The centre is added after the principal axes have been computed.
+        After the principal axes are known, the client state also contains the centre of the client's region.
         """
         memory = update.client_state
         now = state["version"] == self.personalize_from
@@ -179,9 +180,10 @@ class FLOCO(ServerRule):
 
 
 def project_to_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Float64[Tensor, "*batch n"]:
-    r"""Project x / z onto the simplex $y_i \ge 0$, $\sum_i y_i = 1$, where $z$ is `scale`.
+    r"""Project $x / z$ onto the probability simplex $y_i \ge 0$, $\sum_i y_i = 1$, where $z$ is `scale`.
 
-    The solution is $y_i = \max(x_i / z - t, 0)$, where $t$ depends on the largest entries (Held, Wolfe, Crowder 1974).
+    The projection is $y_i = \max(x_i / z - t, 0)$. The shift $t$ follows from the sorted entries of $x / z$ (Held,
+    Wolfe, Crowder 1974).
 
     Example:
         >>> project_to_simplex(torch.tensor([2.0, 1.5, -1.0], dtype=torch.float64))
@@ -198,8 +200,9 @@ def project_to_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Fl
 def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tensor, Float64[Tensor, "m n"]]:
     """Compute the principal axes of m vectors about 0, and the coordinates of the vectors on these axes.
 
-    The computation uses only the Gram matrix of the vectors. If the rank is smaller than `count`, the remaining axes
-    are 0. The sign of each axis makes its coefficient of largest magnitude positive.
+    The vectors are long and few, so the function decomposes their m × m Gram matrix. If the rank is smaller than
+    `count`, the remaining axes are 0. The sign of each axis makes its coefficient of largest magnitude positive, so
+    that the result is unique.
 
     Args:
         signals: the m vectors.
@@ -228,10 +231,11 @@ def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tens
 
 
 def min_energy_scale(coordinates: Float64[Tensor, "m n"]) -> float:
-    r"""Choose the scale $z$ for which the projections of `coordinates` / z onto the simplex are most evenly spread.
+    r"""Choose the scale $z$ for which the projections of `coordinates` / $z$ onto the simplex are most evenly spread.
 
-    The function minimises the energy $\sum_{i < j} \|y_i - y_j\|^{-2}$ of the projections $y_i$ over `NUM_SCALES`
-    equidistant candidates up to the largest norm. If all coordinates are equal, the result is the smallest candidate.
+    The projections $y_i$ are evenly spread if their energy $\sum_{i < j} \|y_i - y_j\|^{-2}$ is small. The function
+    evaluates the energy for `NUM_SCALES` equidistant scales up to the largest norm of the coordinates. If all
+    coordinates are equal, the result is the smallest of these scales.
     """
     reach = float(coordinates.norm(dim=-1).max())
     if reach == 0:

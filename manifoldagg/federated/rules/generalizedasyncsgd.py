@@ -1,4 +1,4 @@
-"""Generalized AsyncSGD: stochastic gradients divided by the sampling probability of their client."""
+"""Generalized AsyncSGD: steps along gradients that are divided by the sampling probability of their client."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""HeLoCo: stale displacements that are rotated towards the outer momentum for each tensor."""
+"""HeLoCo: an outer step with momentum that rotates stale displacements towards the momentum."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -22,7 +22,7 @@ __all__ = ["HeLoCo"]
 class HeLoCo(ServerRule):
     r"""HeLoCo: an outer step with momentum, where stale displacements are rotated towards the momentum for each tensor.
 
-    After each update with the displacement $v$, the momentum $m$ and the model become
+    After each update with the displacement $v$ and the staleness weight $\rho$, the momentum $m$ and the model become
 
     $$G = \rho\,\pi v, \qquad m \leftarrow \beta m + (1 - \beta)\, G, \qquad
       \Theta \leftarrow \Theta + \eta\,(G + \beta m).$$
@@ -34,14 +34,16 @@ class HeLoCo(ServerRule):
     \lambda = \min(1, k_d (1 - c)\, q) & 0 \le c < c_\mathrm{ok} \\
     v - b\, c\, \|v\|\, \dfrac{m}{\|m\|}, \quad b = \min(b_\mathrm{max}, -k_s\, c\, q) & c < 0. \end{cases}$$
 
-    If $v$ or $m$ is zero, $\pi v = v$.
+    The first case leaves displacements that agree with the momentum unchanged. The second case rotates a displacement
+    towards the momentum, and the third case shrinks its component against the momentum. If $v$ or $m$ is zero, $\pi v =
+    v$.
 
     Use this rule as the outer optimizer of asynchronous DiLoCo when workers have different speeds.
 
     With `look_ahead`, workers start at $\bar\Theta = \Theta + \eta \beta m$. The server stores $\bar\Theta$ as its
-    model, and $v$ is the displacement from $\bar\Theta$. The step is then
-    $\bar\Theta \leftarrow \bar\Theta + \eta\,(G + 2 \beta m - \beta m_\text{before})$. If the rate changes, the rule
-    subtracts the previous look-ahead at the new rate.
+    model, and $v$ is the displacement from $\bar\Theta$. The step is then $\bar\Theta \leftarrow \bar\Theta + \eta\,(G
+    + 2 \beta m - \beta m_\text{before})$, where $m_\text{before}$ is the momentum before the update. If the rate
+    changes, the rule subtracts the previous look-ahead at the new rate.
 
     Args:
         rate: the rate $\eta$: a number or a function of the version $\tau$.
@@ -96,7 +98,10 @@ class HeLoCo(ServerRule):
             check_number(name, getattr(self, name), at_least=0)
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the sum of all later steps under the assumption that all later updates are zero."""
+        """Return the sum of all steps that follow if every later update is zero.
+
+        These steps come from the momentum. The server checks that the model remains finite after them.
+        """
         if "momentum" not in state:
             return []
         first = 2 * self.beta - 1 if self.look_ahead else self.beta
@@ -107,7 +112,7 @@ class HeLoCo(ServerRule):
         check_points(self, update)
         frame = frame_from_update(space, update, tensors=True)
         known = "momentum" in state
-        here = frame.current  # the row `here - here` is the initial momentum 0
+        here = frame.current  # The row `here - here` is the initial momentum 0.
         frame = frame.with_row("momentum", state["momentum"] if known else here, None if known else here)
         gram = frame.gram("tensor")
         share = weight_at(self.staleness, update.staleness) * (update.weight if self.weighted else 1.0)
@@ -133,7 +138,9 @@ class HeLoCo(ServerRule):
     def correction_coefficients(
         self, update_square: float, product: float, momentum_square: float
     ) -> tuple[float, float]:
-        r"""Return the coefficients of $v$ and $m$ in $\pi v$, computed from the inner products of $v$ and $m$.
+        r"""Return the coefficients of $v$ and $m$ in the corrected displacement $\pi v$ of one tensor.
+
+        They depend only on the inner products of the displacement $v$ and the momentum $m$.
 
         Example:
             >>> HeLoCo(confidence_scale=0.0, max_shrink=1.0).correction_coefficients(

@@ -1,4 +1,4 @@
-"""Krum: the mean of the displacements in a buffer that are closest to their neighbours."""
+"""Krum: a step along the displacements in a buffer that are closest to their neighbours."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,7 +116,7 @@ class Krum(StoredBufferRule):
         for name, row in stored.items():
             frame = frame.with_row(name, row)
         gram = self.checked_gram(frame)
-        # Row 0 is the last update, row 1 the drift, and the other rows are the stored displacements.
+        # Row 0 is the last update, row 1 is the drift, and the other rows are the stored displacements.
         places = [*range(2, len(frame.rows)), 0]
         scale = np.array(factors)
         inner = gram.matrix[np.ix_(places, places)].astype(float) * np.outer(scale, scale)
@@ -128,10 +128,10 @@ class Krum(StoredBufferRule):
 
 
 def krum_select(inner: np.ndarray, num_byzantine: int, num_selected: int) -> list[int]:
-    """Return the indices of the `num_selected` vectors with the smallest Krum scores.
+    """Return the indices of the vectors with the smallest Krum scores.
 
-    The score of a vector is the sum of its squared distances to its $K - f - 2$ nearest neighbours. If two scores are
-    equal, the lower index is selected.
+    The score of a vector is the sum of its squared distances to its $K - f - 2$ nearest neighbours, where K is the
+    number of vectors and f is `num_byzantine`. If two scores are equal, the lower index is selected.
 
     Args:
         inner: the inner products of the K vectors, (K, K).

@@ -1,4 +1,4 @@
-"""MasFL: momentum with control variates, without bias from heterogeneous data or delays."""
+"""MasFL: server momentum with control variates, which remove the bias from heterogeneous data and delays."""
 
 import abc
 import math
@@ -27,7 +27,7 @@ INITIAL_MODES = ("gradient", "zero")
 
 
 class MasFLRates(NamedTuple):
-    r"""The constants of MasFL's Theorem 1.
+    r"""Rates for which Theorem 1 of MasFL guarantees convergence.
 
     Attributes:
         beta: the momentum coefficient $\beta$.
@@ -46,16 +46,17 @@ MAX_NORM = sys.float_info.max / 4
 
 @dataclass(frozen=True)
 class ControlVariateRule(ServerRule):
-    r"""Base class of MasFL and AdaMasFL: the control variates $c_i$, their mean $c$ and the momentum $g$.
+    """Base class of MasFL and AdaMasFL, which implements momentum with control variates.
 
-    $c_i$ is the last mean gradient of client i, stored in the client state. $g$ and $c$ are the state of the rule, and
-    the buffer is one sum. $c$ and the sum are in float64, so that the next gradient of a client cancels an extremely
-    long one.
+    The control variate $c_i$ of client i is its last mean gradient, which the client state stores. The state of the
+    rule contains the mean $c$ of all control variates, the momentum $g$ and one sum for the buffered updates. Both $c$
+    and the sum are in float64, so an extremely long gradient cancels when the client's next gradient replaces it.
 
-    The rule buffers an update only if a step with it is finite. The norms in the state bound the result of a step. If
-    the bounds do not prove that it is finite, the rule computes the step and checks it.
+    If a client returns two updates before a step, it counts once, because the differences $c_i^+ - c_i$ of successive
+    gradients add up to the difference of the last and the first.
 
-    A client that returns two updates before a step counts once, because $c_i^+ - c_i$ telescopes to its last gradient.
+    The rule rejects an update after which a step would not be finite. Usually, the norms in the state prove that the
+    step is finite. Otherwise, the rule computes the step before it buffers the update.
     """
 
     cohort: ClassVar[int] = 1
@@ -78,7 +79,7 @@ class ControlVariateRule(ServerRule):
     @property
     @abc.abstractmethod
     def momentum(self) -> float:
-        r"""$\beta$."""
+        r"""The momentum coefficient $\beta$."""
 
     @abc.abstractmethod
     def apply_step(
@@ -86,19 +87,22 @@ class ControlVariateRule(ServerRule):
     ) -> tuple[Tensor, dict[str, float]]:
         """Return the new model and the metrics of the step.
 
-        The rule also calls this method before buffering if `entry_change_bound` does not prove that a step is finite.
+        If the norms do not prove that a step is finite, the rule also calls this method before it buffers an update.
         """
 
     @abc.abstractmethod
     def entry_change_bound(self, state: State, pending: Mapping[str, Any], g_norm: float) -> float:
-        """Return a bound on the change of any model entry by the buffered updates for norms of g up to `g_norm`."""
+        """Return an upper bound on the change of any model entry by the buffered updates.
+
+        The argument `g_norm` is an upper bound on the norm of the next momentum $g$.
+        """
 
     def accumulate(self, pending: dict[str, Any], update: Update) -> dict[str, Any]:
-        """Return the buffered values other than the sum, including this update."""
+        """Return the entries of the buffer other than the sum, after adding an update."""
         return {}
 
     def message_numbers(self) -> dict[str, float]:
-        """Return further numbers of the message."""
+        """Return the numbers that a subclass adds to the message."""
         return {}
 
     def init(self, space: Manifold, start: Tensor) -> State:
@@ -181,7 +185,10 @@ class ControlVariateRule(ServerRule):
     def _next_momentum_and_mean(
         self, state: State, rows: list[Tensor], minus: list[Tensor | None], num_clients: int, check: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return $g$ and $c$ after a step. `rows` minus `minus` is the sum of the buffer."""
+        """Return the momentum $g$ and the mean $c$ after a step.
+
+        The sum of the buffer is the sum of `rows` minus the sum of `minus`.
+        """
         beta = self.momentum
         count = len(rows)
         shares = [beta / self.size] * count + [beta, 1 - beta]
@@ -203,10 +210,14 @@ class ControlVariateRule(ServerRule):
     def _is_bounded(
         self, state: State, pending: Mapping[str, Any], norm_bounds: Mapping[str, float], dtype: torch.dtype
     ) -> bool:
-        """Return whether the norms prove that a step is finite, as no entry exceeds the norm of its vector."""
+        """Return whether the norms prove that a step is finite.
+
+        No entry of a vector exceeds the norm of the vector, so bounds on the norms are bounds on the entries.
+        """
         most = torch.finfo(dtype).max
         wide = max(norm_bounds["c"], pending.get("length", 0.0)) <= MAX_NORM
-        # A change below a quarter of an ulp of the largest number cannot make a finite model entry overflow.
+        # If a change is below a quarter of the spacing of the largest finite numbers, rounding discards it there, so a
+        # finite model entry cannot overflow.
         still = self.entry_change_bound(state, pending, norm_bounds["g"]) <= most * torch.finfo(dtype).eps / 8
         return wide and norm_bounds["g"] <= most / 4 and still
 
@@ -226,11 +237,12 @@ def _norms(state: State) -> dict[str, float]:
 class MasFL(ControlVariateRule):
     r"""MasFL: momentum on the server, and a control variate for each client.
 
-    The update $c_i^+$ of client i is the mean of K local gradients. After the updates of S distinct clients, the
-    momentum $g$, the model and the mean $c$ of the control variates become
+    Client i returns the mean $c_i^+$ of K local gradients. Its control variate $c_i$ is the mean that it returned
+    before. After the updates of S distinct clients, the momentum $g$, the model and the mean $c$ of the control
+    variates become
 
     $$g \leftarrow \beta \Big(\frac1S \sum_{i \in S} (c_i^+ - c_i) + c\Big) + (1 - \beta)\, g, \qquad
-      \Theta \leftarrow \Theta - \gamma\, g, \qquad c \leftarrow c + \frac1N \sum_{i \in S} (c_i^+ - c_i),$$
+      \Theta \leftarrow \Theta - \gamma\, g, \qquad c \leftarrow c + \frac1N \sum_{i \in S} (c_i^+ - c_i).$$
 
     The new $g$ uses the old $c$. The server sends $\Theta$, $\beta c + (1 - \beta) g$ and the client's $c_i$ to the
     trainer [`ControlVariate`][manifoldagg.federated.clients.ControlVariate].
@@ -289,12 +301,14 @@ class MasFL(ControlVariateRule):
     def theory(S: int, K: int, T: int, L: float, max_delay: float) -> MasFLRates:
         r"""Compute the rates for which Theorem 1 of MasFL guarantees convergence.
 
+        The arguments determine the momentum $\beta$, the server rate $\gamma$ and the largest local rate $\eta$:
+
         $$\beta = \sqrt{\frac{SK}{T}}, \qquad \gamma = \frac{1}{4L} \sqrt{\frac{SK}{T}}, \qquad
           \eta \le \frac{\sqrt{T - \sqrt{SKT} - 4 S K \tau_{\max}^2}}{4 \sqrt5\, e\, K L \sqrt T}.$$
 
-        The bound on $\eta$ is the condition $1 - 4a - \sqrt{SK/T} \ge 0$ with
-        $a = \tau_{\max}^2 \beta^2 + 20 e^2 \eta^2 K^2 L^2$. The theorem also requires T to be "sufficiently large".
-        This method does not check that.
+        The bound on $\eta$ follows from the condition $1 - 4a - \sqrt{SK/T} \ge 0$ of the theorem, with $a =
+        \tau_{\max}^2 \beta^2 + 20 e^2 \eta^2 K^2 L^2$. The theorem also requires a "sufficiently large" T without
+        stating a number, so this method cannot check that requirement.
 
         Args:
             S: the number of distinct clients per step.
@@ -321,7 +335,7 @@ class MasFL(ControlVariateRule):
         check_number("max_delay", max_delay, at_least=0)
         left = check_count("T", T) - math.sqrt(work * T) - 4 * work * max_delay**2
         if not left > 0:
-            # The root of x² - x √(SK) - 4 SK τ² for x = √T.
+            # T must exceed the square of the positive root of x² - x √(SK) - 4 SK τ², where x = √T.
             least = math.floor(work * ((1 + math.sqrt(1 + 16 * max_delay**2)) / 2) ** 2) + 1
             raise ArgumentError(f"T: expected at least {least} for these S, K and max_delay, got {T}")
         beta = math.sqrt(work / T)

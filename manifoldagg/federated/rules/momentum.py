@@ -48,17 +48,17 @@ class Momentum(WrapperRule):
     $$u \leftarrow \beta u + (\Theta' - \Theta), \qquad \Theta \leftarrow \Theta + u.$$
 
     With `nesterov=True`, the model becomes $\Theta \leftarrow \Theta' + \beta u$ with the new velocity $u$. An update
-    that the wrapped rule buffers does not change $u$.
+    that the wrapped rule only buffers does not change $u$.
 
-    Use this rule when the steps of a rule are noisy, or as the outer optimizer of DiLoCo:
-    `Momentum(FedAvg(k, 0.7), nesterov=True)`.
+    Use this rule when the steps of a rule are noisy, or as the outer optimizer of DiLoCo: `Momentum(FedAvg(k, 0.7),
+    nesterov=True)`.
 
     On a curved space, $u \leftarrow \beta u + \log_\Theta \Theta'$ and $\Theta \leftarrow \exp_\Theta u$. The velocity
     is then transported along this step. The logarithm is defined only for steps within the injectivity radius, so the
     wrapper rejects longer steps. For low-rank leaves, $u$ is a sum of matrices that is truncated to the `state_rank` of
     their spaces.
 
-    The wrapper rejects an update if the squared norm of $u$ would overflow in the dtype of the model.
+    If the squared norm of $u$ would overflow in the dtype of the model, the wrapper rejects the update.
 
     Args:
         rule: the wrapped rule.
@@ -102,7 +102,10 @@ class Momentum(WrapperRule):
         return bool(getattr(self.rule, "is_private", False))
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the sum of all later steps under the assumption that all later updates are zero."""
+        """Return the sum of all steps that follow if every later update is zero.
+
+        These steps come from the velocity. The server checks that the model remains finite after them.
+        """
         inner = getattr(self.rule, "carried_displacements", None)
         terms = [] if inner is None else inner(state["rule"])
         repeated = 1 / (1 - self.beta)
@@ -113,7 +116,10 @@ class Momentum(WrapperRule):
 
     @property
     def self_checked(self) -> tuple[str, ...]:
-        """The inputs whose finiteness a wrapped private rule checks, because a rejection would reveal private data."""
+        """The inputs whose finiteness the wrapped rule checks itself.
+
+        Only a private rule checks them itself, because a rejection by the server would reveal private data.
+        """
         return tuple(getattr(self.rule, "self_checked", ())) if self.is_private else ()
 
     @property
@@ -174,7 +180,7 @@ class Momentum(WrapperRule):
         return after, replace(outcome, model=model, numbers={**outcome.numbers, **told, "norm": moved})
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
-        """Plan a step as a linear combination of the rows of the wrapped rule and the velocity."""
+        """Plan a step as one linear combination of the wrapped rule's rows and the velocity."""
         rule: Any = self.rule
         inner, outcome = rule.plan(space, state["rule"], update)
         after = {**state, "rule": inner}
@@ -206,7 +212,7 @@ class Momentum(WrapperRule):
         return after, replace(outcome, model=model, linear=LinearStep(frame, metrics))
 
     def _measured(self, frame: Frame, velocity: Matrix, gram: Gram | None) -> tuple[Frame, Gram | None]:
-        """Check the norm of the next velocity.
+        """Check that the squared norm of the next velocity does not overflow.
 
         Args:
             frame: the rows of the step.
@@ -228,9 +234,10 @@ class Momentum(WrapperRule):
 
 
 def check_log(space: Manifold, x: Tensor, log: Tensor, step_norm: float, tolerance: float) -> None:
-    """Check that the logarithm of a step has the length of the step.
+    """Check that the logarithm of a step is at least as long as the step.
 
-    Outside the injectivity radius, the logarithm gives a shorter geodesic.
+    If a step leaves the injectivity radius, the logarithm belongs to a shorter geodesic to the same point. The velocity
+    would then be wrong.
 
     Raises:
         ArgumentError: if the logarithm is not finite or is shorter than the step.

@@ -153,7 +153,7 @@ class OrthoFL(ServerRule):
         kept = weight_at(self.staleness, update.staleness)
         rate = rate_at(self.rate, state["version"]) * kept * (update.weight if self.weighted else 1.0)
         rate = min(check_number("rate: step size", rate), 1.0)
-        # The ticket is older than the stored start, so the start of this ticket is no longer available.
+        # If the ticket is older than the stored start, the start of the ticket is no longer available.
         late = memory is not None and state["version"] - update.staleness < memory["version"]
         known = memory is not None and not late and "start" in memory
         start = memory["start"] if known else base
@@ -199,7 +199,9 @@ class OrthoFL(ServerRule):
 
 
 def interpolate(current: Tensor, model: Tensor, rate: float, out: Tensor | None = None) -> Tensor:
-    r"""Return $(1 - \beta)\,W + \beta W_m$, rounded once so that server and client compute the same bits.
+    r"""Return the moving average $(1 - \beta)\,W + \beta W_m$, where $\beta$ is `rate`.
+
+    The result is rounded once, so that the server and the client compute the same bits.
 
     Example:
         >>> import torch
@@ -210,7 +212,9 @@ def interpolate(current: Tensor, model: Tensor, rate: float, out: Tensor | None 
 
 
 def shift(model: Tensor, reference: Tensor) -> Tensor:
-    """Return `model - reference`, rounded once so that server and client compute the same bits.
+    """Return `model - reference`.
+
+    The result is rounded once, so that the server and the client compute the same bits.
 
     Example:
         >>> import torch

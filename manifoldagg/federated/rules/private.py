@@ -115,11 +115,14 @@ class Private(WrapperRule):
 
     @property
     def self_checked(self) -> tuple[str, ...]:
-        """The inputs whose finiteness the rule checks, because a rejection would reveal private data."""
+        """The inputs whose finiteness the rule checks itself.
+
+        If the server checked them instead, its rejection would reveal private data.
+        """
         return ("points", *getattr(self.rule, "self_checked", ()))
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the contribution of the buffered updates of the wrapped rule to the next step."""
+        """Return the displacements that the wrapped rule carries to the next step."""
         carried: list[list[tuple[float, Tensor]]] = self.rule.carried_displacements(state["rule"])  # type: ignore[attr-defined]
         return carried
 
@@ -146,7 +149,7 @@ class Private(WrapperRule):
     ) -> tuple[State, Outcome]:
         """Plan a step of the wrapped rule with clipped displacements and noise.
 
-        The argument `out` is an optional output buffer for the new model.
+        If the wrapped rule computes whole vectors, it may write its model to `out`.
         """
         if update.is_pseudo_gradient:
             raise ArgumentError("rule: Private requires client identities, which an outer optimizer does not have")
@@ -164,8 +167,8 @@ class Private(WrapperRule):
         try:
             inner, outcome = rule.plan_with_noise(space, state["rule"], update, mechanism, out=out)
         except ArgumentError:
-            # A rejection would shift all later updates between buffers, so that every later buffer would depend on
-            # this update.
+            # After a rejection, every later update would be one position earlier, so every later buffer would depend
+            # on this update.
             inner, outcome = rule.plan_with_noise(space, state["rule"], _zero_update(update), mechanism, out=out)
             told = {"clip": 0.0}
         largest = max(state["participations"], mine)
@@ -176,7 +179,10 @@ class Private(WrapperRule):
 
 
 def _zero_update(update: Update) -> Update:
-    """Return an update with zero displacement that does not depend on the client's points or base."""
+    """Return an update with zero displacement.
+
+    It contains no data of the client: both its base and its point are the current model.
+    """
     current: Any = update.current
     points = (current,) if isinstance(update.points, tuple) else current[None]
     return replace(update, base=current, points=points)

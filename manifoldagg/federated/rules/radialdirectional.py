@@ -19,15 +19,15 @@ __all__ = ["RadialDirectional"]
 class RadialDirectional(FedAvg):
     r"""Radial-directional averaging: each tensor moves in the mean direction of a cohort by the mean norm.
 
-    After the updates of a cohort, each tensor of the model changes by $\Theta \leftarrow \Theta + \eta_g\, \bar r\, d$,
-    with
+    The mean of nearly orthogonal displacements is much shorter than each displacement. This rule therefore averages
+    norms and directions separately. After the updates of a cohort, each tensor of the model becomes $\Theta \leftarrow
+    \Theta + \eta_g\, \bar r\, d$ with
 
     $$\bar r = \frac{\sum_i w_i \|\Delta_i\|}{\sum_i w_i}, \qquad
       d = \varphi\Bigl(\sum_i w_i\, \varphi(\Delta_i)\Bigr),
       \qquad \varphi(x) = \frac{x}{\|x\|}, \quad \varphi(0) = 0.$$
 
-    The mean of nearly orthogonal displacements is much shorter than each displacement. This rule preserves the mean
-    norm. If the directions cancel, the tensor does not move.
+    If the directions cancel, the tensor does not move.
 
     Use this rule in the outer step of DiLoCo when the displacements of the workers are nearly orthogonal.
 
@@ -61,7 +61,11 @@ class RadialDirectional(FedAvg):
     not_private_because: ClassVar[str] = "it divides each tensor of an update by its length"
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return an upper bound on the next step: the sum of the directions times the largest mean norm of a tensor."""
+        """Return an upper bound on the next step.
+
+        The server checks that the model remains finite with this bound. The bound is the sum of the directions times
+        the largest mean norm of a tensor.
+        """
         total = state["total"]
         if "buffer" not in state or not total > 0:
             return []

@@ -1,4 +1,4 @@
-"""Trimmed mean: a step along the mean of each entry of a buffer without its smallest and largest values."""
+"""Trimmed mean: a step along the mean of each entry without its smallest and largest values."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
