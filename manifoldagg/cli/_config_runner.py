@@ -136,7 +136,7 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
                 chosen[place] = with_rate(method, tried["chosen"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    given = load_dataset(params["data"], params["model"])
+    given = load_dataset(params["data"], params["model"], params["augment"])
     expected = {name: params[name] for name in SHARED_SETTINGS} | {
         "data": {"name": given.name, "checksum": f"{given.checksum:08x}"},
         "model": stable_repr(given.model),
@@ -144,6 +144,7 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
         "seeds": list(range(params["first_seed"], params["first_seed"] + params["seeds"])),
         "averaging": None if params["swa"] is None else stable_repr(WeightAveraging.parse(params["swa"])),
         "eval_starts": params["eval_starts"] or None,
+        "augment": stable_repr(given.augment),
         "files": referenced_files(params["scheduler"], params["delays"], params["availability"]),
         "methods": {one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in chosen},
     }

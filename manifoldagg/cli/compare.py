@@ -5,9 +5,8 @@ import json
 import os
 import statistics
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,9 +21,9 @@ from manifoldagg._io import check_matplotlib
 from manifoldagg._signals import graceful_shutdown
 from manifoldagg._validation import check_count, renamed_arguments
 from manifoldagg.cli._config_runner import run_config
-from manifoldagg.cli._console import console, error_console
+from manifoldagg.cli._console import console, error_console, stability_warnings
 from manifoldagg.cli.tables import fold_names, new_table
-from manifoldagg.errors import ArgumentError, StabilityWarning
+from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.compare import Comparison, compare
 from manifoldagg.experiments.datasets import load_dataset
 from manifoldagg.experiments.default_rates import methods_with_scaled_rates
@@ -62,6 +61,14 @@ def compare_command(
         typer.Option(
             help="The model: `mlp`, `cnn:norm=batch`, `gru:hidden=128`, `transformer`, `lenet5`, `gpt`, ...  "
             "[default: the model of the data set]",
+            show_default=False,
+        ),
+    ] = None,
+    augment: Annotated[
+        str | None,
+        typer.Option(
+            help="The augmentation of training minibatches: `cropflip:padding=4`, or `module:name` (your own function "
+            "of inputs, labels and a generator).  [default: the augmentation of the data set]",
             show_default=False,
         ),
     ] = None,
@@ -272,7 +279,7 @@ def compare_command(
         )
     if name is not None and (os.sep in name or name in ("", ".", "..")):
         raise ArgumentError(f"name: expected the name of a folder in --out, got {name!r}")
-    problem = load_dataset(data, model)
+    problem = load_dataset(data, model, augment)
     check_matplotlib()
     settings: dict[str, Any] = {
         "partition": partition,
@@ -297,7 +304,7 @@ def compare_command(
     }
     apart = tuning_seeds(range(first_seed, first_seed + seeds), check_count("tune-seeds", tune_seeds)) if tune else None
     # Options with their default values do not change the name of the folder.
-    others = [given for given, default in ((first_seed, 0), (tune_length, 1.0)) if given != default]
+    others = [given for given, default in ((first_seed, 0), (tune_length, 1.0), (augment, None)) if given != default]
     digest = hashlib.sha256(repr((data, model, stable_repr(chosen), settings, apart, *others)).encode()).hexdigest()[:8]
     folder = out / (name or f"{problem.name}-{clients}-clients-{num_updates}-updates-{seeds}-seeds-{digest}")
     executor = processes(jobs) if check_count("jobs", jobs) > 1 else None
@@ -320,7 +327,7 @@ def compare_command(
             )
         elif unfinished.exists():
             say(f"Replacing the unfinished {unfinished}; use --resume to continue it")
-        with _stability_warnings(), renamed_arguments(OPTION_NAMES), ExitStack() as stack:
+        with stability_warnings(), renamed_arguments(OPTION_NAMES), ExitStack() as stack:
             comparison = compare(
                 problem,
                 chosen,
@@ -345,24 +352,6 @@ def compare_command(
     say(f"Written to {folder}: {', '.join(file.name for file in files)}")
     if as_json:
         print(json.dumps(read_report(folder)), flush=True)
-
-
-@contextmanager
-def _stability_warnings() -> Iterator[None]:
-    """Print each different `StabilityWarning` once, as one line on stderr."""
-    printed: set[str] = set()
-
-    def show(message: Warning | str, category: type[Warning], *place: Any, **others: Any) -> None:
-        if not issubclass(category, StabilityWarning):
-            show_other(message, category, *place, **others)
-        elif str(message) not in printed:
-            printed.add(str(message))
-            error_console.print(f"warning: {message}", highlight=False, markup=False, soft_wrap=True)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", StabilityWarning)
-        show_other, warnings.showwarning = warnings.showwarning, show
-        yield
 
 
 def _progress_bars(

@@ -265,7 +265,7 @@ def compare(
             "concurrency": concurrency,
             "eval_every": eval_every,
             **_given(duration=duration, buffer=buffer, refill=refill, averaging=stable_repr(averaging)),
-            **_given(eval_starts=eval_starts or None),
+            **_given(eval_starts=eval_starts or None, augment=stable_repr(dataset.augment)),
             "tuning": tuned,
             "methods": {
                 one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in methods

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from manifoldagg._validation import check_count
 from manifoldagg.errors import ArgumentError
-from manifoldagg.experiments import models
+from manifoldagg.experiments import augmentations, models
 from manifoldagg.experiments.packaged import japanese_vowels, watch
 from manifoldagg.experiments.readers import PARTS, read_images
 from manifoldagg.experiments.spec_parser import (
@@ -29,7 +29,7 @@ from manifoldagg.experiments.spec_parser import (
     user_reader,
 )
 from manifoldagg.federated.clients.determinism import seeded_model, single_threaded
-from manifoldagg.simulation.dataset import LabelledDataset, Signature
+from manifoldagg.simulation.dataset import Augmentation, LabelledDataset, Signature
 
 __all__ = ["digits", "fashion_mnist", "idx", "leaf", "load_dataset", "npz", "shakespeare"]
 
@@ -52,7 +52,9 @@ MAX_CLASSES = 2**31
 """The exclusive upper bound of labels and tokens."""
 
 
-def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None = None) -> LabelledDataset:
+def load_dataset(
+    source: str | Callable[[], LabelledDataset], model: str | None = None, augment: str | None = None
+) -> LabelledDataset:
     """Load a data set by name or with a function.
 
     | name | data |
@@ -74,6 +76,9 @@ def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None 
         source: the name of the data set, or a function that returns it.
         model: the name of a function in `manifoldagg.experiments.models` with its options, such as `"cnn:norm=batch"`
             or `"lenet5"`. The default is the model of the data set.
+        augment: the name of a function in `manifoldagg.experiments.augmentations` with its options, such as
+            `"cropflip:padding=4"`, or `module:name` for your own function of the inputs, the labels and a generator.
+            The default is the augmentation of the data set.
 
     Raises:
         ArgumentError: if the name is unknown, a package or a file is missing, a file is invalid, the function does not
@@ -91,6 +96,8 @@ def load_dataset(source: str | Callable[[], LabelledDataset], model: str | None 
             f"source: expected a function that returns a LabelledDataset, got a function that returns "
             f"{type(made).__name__}"
         )
+    if augment is not None:
+        made = replace(made, augment=parse_value("augment", augment, AUGMENTATIONS))
     if model is not None:
         return replace(made, model=_model_factory(model, made.signature))
     try:
@@ -417,5 +424,19 @@ DATASETS: Mapping[str, Reader] = {
     "fashion-mnist": reader(fashion_mnist),
     "japanese-vowels": reader(japanese_vowels),
     **user_reader("a LabelledDataset", LabelledDataset),
+}
+
+
+def _read_cropflip(where: str, options: Mapping[str, str]) -> Augmentation:
+    make = augmentations.cropflip
+    made: Augmentation = partial(make, **parse_kwargs(where, make, options, excluded=("inputs", "labels", "generator")))
+    with error_context(where):
+        made(torch.zeros(1, 1, 1, 1), torch.zeros(1), torch.Generator())
+    return made
+
+
+AUGMENTATIONS: Mapping[str, Reader] = {
+    "cropflip": _read_cropflip,
+    **user_reader("a function of inputs, labels and a generator", (), num_arguments=3),
 }
 MODELS = [name for name in models.__all__ if name.islower()]

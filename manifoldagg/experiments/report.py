@@ -28,7 +28,7 @@ FILES = (
 )
 PROBLEM_SETTINGS = (
     *("model", "clients", "partition", "holdout", "validation", "batch"),
-    *("scheduler", "delays", "availability", "files", "task_cost"),
+    *("scheduler", "delays", "availability", "files", "task_cost", "augment"),
 )
 """The settings that define a problem, together with the data."""
 UNCHECKED_SETTINGS = ("data", "methods", "seeds", "clients_without_samples", *PROBLEM_SETTINGS)

@@ -417,6 +417,7 @@ def _cache_key(
         "trainer": stable_repr(method.trainer),
         "rate": method.rate_field,
         "data": {"name": data.name, "checksum": f"{data.checksum:08x}", "model": stable_repr(data.model)},
+        **({} if data.augment is None else {"augment": stable_repr(data.augment)}),
         "federations": {str(federation.seed): _digest(federation) for federation in federations},
         **options,
         **specs,

@@ -47,7 +47,7 @@ from manifoldagg.simulation.delays import (
     Exponential,
     assign_profiles,
 )
-from manifoldagg.simulation.fitted_delays import FAMILIES, fit_profiles
+from manifoldagg.simulation.fitted_delays import FAMILIES, PerTask, fit_profiles
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.partitions import Partition
 from manifoldagg.simulation.schedulers import IndependentClients, PriorityScheduler, Scheduler, SchedulerFactory
@@ -92,6 +92,8 @@ def delays(text: str) -> Delay | DelayFactory:
     - `measured:FILE,as=FAMILY` fits a distribution to each measured device, and assigns a fitted distribution to each
       client. Its options are the arguments of [`fit_profiles`][manifoldagg.simulation.fit_profiles], with `as` for
       `family`.
+    - `pertask:delay=NAME` draws one time for each task, whatever its work. Options of the distribution follow a dot:
+      `pertask:delay=lognormal,delay.mean=10,delay.deviation=5`.
     - `module:name` is your own delay, a class or a function that returns a delay, or a function of the clients and a
       generator.
 
@@ -273,7 +275,11 @@ DELAY_READERS: dict[str, Reader] = {
     and issubclass(made, Delay)
     and made not in (Delay, Empirical)
 }
-MEASURED_READERS: dict[str, Reader] = {"csv": reader(_empirical), "measured": _read_fitted}
+MEASURED_READERS: dict[str, Reader] = {
+    "csv": reader(_empirical),
+    "measured": _read_fitted,
+    "pertask": reader(PerTask, option_readers={"delay": DELAY_READERS}),
+}
 USER_DELAYS = user_reader("a Delay", Delay, num_arguments=2)
 DURATION_READERS: OptionReaders = dict.fromkeys(("up", "down"), DELAY_READERS | USER_DELAYS)
 SCHEDULER_READERS: Mapping[str, Reader] = {

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,13 @@ from manifoldagg.federated.clients.determinism import seeded_model, task_generat
 from manifoldagg.simulation.partitions import Partition
 from manifoldagg.tensor_file import tensor_bytes
 
-__all__ = ["Batches", "FederatedDataset", "LabelledDataset", "TaskId", "check_dataset", "check_federation", "checksum"]
+__all__ = [
+    *("Augmentation", "Batches", "FederatedDataset", "LabelledDataset", "TaskId"),
+    *("check_dataset", "check_federation", "checksum"),
+]
+
+Augmentation: TypeAlias = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
+"""A function of the inputs and the labels of a minibatch, and of a generator, that returns new inputs and labels."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,9 @@ class LabelledDataset:
         user_ids: the user of each sample, (samples,) in int64, counted from 0; `None` if unknown.
         test_mask: whether each sample belongs to the test split, (samples,) booleans; `None` if the data set has no
             test split.
+        augment: an augmentation of the minibatches of local training, or `None`. It must not modify its arguments. All
+            its random numbers should come from its generator, whose seed depends only on the seed of the run, the
+            client and the number of earlier tasks of the client. Evaluations use the original samples.
 
     Raises:
         ArgumentError: if a field has an invalid shape or dtype.
@@ -64,6 +73,7 @@ class LabelledDataset:
     target: float
     user_ids: Tensor | None = None
     test_mask: Tensor | None = None
+    augment: Augmentation | None = None
 
     def __repr__(self) -> str:
         return format_result(self, name=self.name, inputs=self.inputs, labels=self.labels, target=self.target)
@@ -80,6 +90,8 @@ class LabelledDataset:
             if told is not None and (told.dtype != dtype or told.shape != (samples,)):
                 given = f"{told.dtype} of shape {tuple(told.shape)}"
                 raise ArgumentError(f"{name}: expected {dtype} of shape ({samples},), got {given}")
+        if self.augment is not None and not callable(self.augment):
+            raise ArgumentError(f"augment: expected a function, got {short_repr(self.augment)}")
 
     @property
     def signature(self) -> Signature:
@@ -112,14 +124,16 @@ def check_dataset(dataset: object) -> LabelledDataset:
 class Batches:
     """Minibatches of a client's samples, in a new random order in each epoch.
 
-    The last batch can be smaller than `size`.
-
+    The last batch can be smaller than `size`. If there is an augmentation, each minibatch is augmented with random
+    numbers of `augment_generator`.
     """
 
     inputs: Tensor
     labels: Tensor
     size: int
     generator: np.random.Generator
+    augment: Augmentation | None = None
+    augment_generator: torch.Generator | None = None
 
     @property
     def samples(self) -> int:
@@ -132,7 +146,10 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.from_numpy(self.generator.permutation(self.samples))
         for index in order.split(self.size):
-            yield self.inputs[index], self.labels[index]
+            inputs, labels = self.inputs[index], self.labels[index]
+            if self.augment is not None and self.augment_generator is not None:
+                inputs, labels = _check_augmented(self.augment(inputs, labels, self.augment_generator), len(index))
+            yield inputs, labels
 
 
 def checksum(*parts: Tensor | np.ndarray) -> int:
@@ -148,7 +165,7 @@ def checksum(*parts: Tensor | np.ndarray) -> int:
     return value
 
 
-SPLIT_STREAM, BATCH_STREAM = 0, 2
+SPLIT_STREAM, BATCH_STREAM, AUGMENT_STREAM = 0, 2, 7
 """Independent streams of random numbers under one seed; others are in `event_loop` and
 `federated.clients.determinism`."""
 
@@ -284,10 +301,14 @@ class FederatedDataset:
         return -(-len(self.train[client]) // self.batch)
 
     def batches(self, client: int, task_index: int) -> Batches:
-        """Return a client's minibatches for a task. Their order depends only on seed, client and `task_index`."""
+        """Return a client's minibatches for a task. They depend only on seed, client and `task_index`."""
         part = torch.from_numpy(self.train[client])
         generator = np.random.default_rng([self.seed, BATCH_STREAM, client, task_index])
-        return Batches(self.dataset.inputs[part], self.dataset.labels[part], self.batch, generator)
+        augment, source = self.dataset.augment, None
+        if augment is not None:
+            words = np.random.SeedSequence([self.seed, AUGMENT_STREAM, client, task_index])
+            source = torch.Generator().manual_seed(int(words.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+        return Batches(self.dataset.inputs[part], self.dataset.labels[part], self.batch, generator, augment, source)
 
     def generator(self, client: int, task_index: int) -> torch.Generator:
         """Return the generator of a client's trainer, which depends only on seed, client and `task_index`."""
@@ -303,6 +324,14 @@ def check_federation(name: str, federation: object) -> FederatedDataset:
     return check_instance(
         name, federation, FederatedDataset, "FederatedDataset.split(dataset, clients, partition=iid_partition, seed=0)"
     )
+
+
+def _check_augmented(batch: object, samples: int) -> tuple[Tensor, Tensor]:
+    """Check that an augmentation returned a pair of tensors with the given number of samples."""
+    match batch:
+        case (Tensor() as inputs, Tensor() as labels) if len(inputs) == len(labels) == samples:
+            return inputs, labels
+    raise ArgumentError(f"augment: expected a pair (inputs, labels) of {samples} samples, got {short_repr(batch)}")
 
 
 def _apply_partition(

@@ -373,7 +373,7 @@ def run(
         refill=refill,
         averaging=averaging,
         eval_every=eval_every,
-        **({"eval_starts": True} if eval_starts else {}),
+        eval_starts=eval_starts or None,
     )
     method = method.bind(clients, buffer)
     rule: Any = method.rule

@@ -32,6 +32,7 @@ def run_metadata(federation: FederatedDataset, method: Any, **options: object) -
         "data": {"name": task.name, "checksum": f"{task.checksum:08x}"},
         "split": f"{federation.checksum:08x}",
         "model": stable_repr(task.model),
+        "augment": stable_repr(task.augment),
         "batch": federation.batch,
         "seed": federation.seed,
         "method": method.name,
@@ -53,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def check_compatible(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Check that the given settings equal those in a file or a folder.
+    """Check that the given settings equal those in a file or a folder. A missing setting equals `None`.
 
     Raises:
         CheckpointError: if they differ. The message contains the first difference.
@@ -65,7 +66,9 @@ def check_compatible(path: Path, saved: Mapping[str, Any], current: Mapping[str,
             ...
         manifoldagg.errors.CheckpointError: run: settings: methods: FedGS: was 1, got 2
     """
-    told = first_difference("settings", _as_fingerprint(saved), _as_fingerprint(current))
+    names = dict.fromkeys([*saved, *current])
+    before, now = ({name: given.get(name) for name in names} for given in (saved, current))
+    told = first_difference("settings", _as_fingerprint(before), _as_fingerprint(now))
     if told is not None:
         raise CheckpointError(f"{path}: {told}")
 

@@ -146,6 +146,17 @@ def test_the_spec_assigns_fitted_devices_to_clients(path):
     assert list(workloads.referenced_files(f"measured:{path},as=gaussian")) == [str(path)]
 
 
+def test_a_delay_per_task_has_a_name():
+    found = workloads.delays("pertask:delay=lognormal,delay.mean=10,delay.deviation=5")
+    assert found == PerTask(LogNormal(10.0, 5.0))
+    nested = workloads.scheduler(
+        "independent:delays=pertask,delays.delay=uniform,delays.delay.low=1,delays.delay.high=3"
+    )
+    clients = nested(CLIENTS, np.random.default_rng(0))
+    clients.dispatch(0, work=50.0)
+    assert 1 <= clients.next().time <= 3
+
+
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(
     ("options", "words"),
