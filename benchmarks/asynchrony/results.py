@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import textwrap
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,19 @@ PAGE = ROOT / "docs" / "benchmark_results.md"
 TEMPLATE = Path(__file__).with_name("page.md.j2")
 FIGURE = ROOT / "docs" / "assets" / "evidence" / "time_to_target.png"
 TASKS = {"fashion": "Fashion-MNIST", "shakespeare": "Shakespeare", "watch": "Watch"}
-PARTS = ("", "-more", "-rounds")
+PARTS = ("", "-more", "-last", "-rounds")
 """The endings of the tables of one task in scenario A."""
 BASELINE = "FedAvg"
+OVER = "FedAvg, 30 % over-selection"
 FORWARD = "AsyncKrylov"
+TIME_LIMITS = (180, 12_000)
+TIME_TICKS = (300, 1_000, 3_000, 10_000)
+"""The time axis of the figure, in seconds."""
 NAMES = {
     "FedAvg(cohort=10, trainer.epochs=1)": "FedAvg",
-    "FedAvg(cohort=10, over_selection=0.3, trainer.epochs=1)": "FedAvg, 30 % over-selection",
+    "FedAvg(cohort=10, over_selection=0.3, trainer.epochs=1)": OVER,
     "FedAvg(cohort=7, trainer.epochs=1)": "FedAvg",
-    "FedAvg(cohort=7, over_selection=0.3, trainer.epochs=1)": "FedAvg, 30 % over-selection",
+    "FedAvg(cohort=7, over_selection=0.3, trainer.epochs=1)": OVER,
     "AsyncKrylov(pieces=2, epochs=1)": "AsyncKrylov",
     "AsyncCorrected(correction=autothreshold, epochs=1)": "AutoThreshold",
     "FedOrtho(epochs=1)": "FedOrtho",
@@ -194,6 +199,8 @@ def draw(path: Path, delays: str = "measured") -> None:
     for axes, task in zip(panels, found, strict=True):
         frame = runs(task, delays)
         for place, method in enumerate(methods):
+            if method not in set(frame["method"]):
+                continue
             logs = mean_ci(np.log(frame[frame["method"] == method]["time"]).to_list())
             center, half = np.exp(logs.value), logs.half_width or 0.0
             error = [[center - np.exp(logs.value - half)], [np.exp(logs.value + half) - center]]
@@ -202,22 +209,24 @@ def draw(path: Path, delays: str = "measured") -> None:
             if method == BASELINE:
                 axes.axvline(center, color="0.6", linewidth=1, linestyle="--")
         axes.set_xscale("log")
+        axes.set_xlim(*TIME_LIMITS)
+        axes.set_xticks(TIME_TICKS, [f"{tick:,}" for tick in TIME_TICKS])
+        axes.set_xticks([], minor=True)
         axes.set_title(f"{TASKS[task]}, target {100 * frame['target'].iloc[0]:.0f} %", fontsize="medium")
         axes.set_xlabel("virtual time to the target, s")
-        axes.grid(axis="x", which="both", alpha=0.25)
+        axes.grid(axis="x", alpha=0.3)
     panels[0].set_yticks(range(len(methods)), methods)
     panels[0].invert_yaxis()
     figure.savefig(path)
 
 
 def order(delays: str = "measured") -> list[str]:
-    """Return the methods, sorted by the mean over the tasks of the log time relative to FedAvg."""
-    found = tasks(delays)
-    means = {
-        str(method): float(np.mean([np.mean(log_ratios(task, method, delays)) for task in found]))
-        for method in dict.fromkeys(runs(found[0], delays)["method"])
-    }
-    return sorted(means, key=lambda method: means[method])
+    """Return the methods, sorted by the mean of the log time relative to FedAvg over the tasks with this method."""
+    ratios: dict[str, list[float]] = {}
+    for task in tasks(delays):
+        for method in dict.fromkeys(runs(task, delays)["method"]):
+            ratios.setdefault(str(method), []).append(float(np.mean(log_ratios(task, method, delays))))
+    return sorted(ratios, key=lambda method: float(np.mean(ratios[method])))
 
 
 def ratio(task: str, method: str, delays: str = "measured") -> str:
@@ -228,6 +237,35 @@ def ratio(task: str, method: str, delays: str = "measured") -> str:
 def speedup(task: str, method: str, delays: str = "measured") -> float:
     """Return how many times sooner than FedAvg a method reaches the target."""
     return float(np.exp(-np.mean(log_ratios(task, method, delays))))
+
+
+def asynchronous() -> list[str]:
+    """Return the asynchronous methods of scenario A."""
+    return [method for method in order() if not method.startswith(BASELINE)]
+
+
+def extreme(choose: Callable[[list[float]], float], methods: Sequence[str] = ()) -> float:
+    """Return the smallest or the largest speedup of the asynchronous (or the given) methods over all tasks."""
+    return choose(
+        [
+            speedup(task, method)
+            for task in tasks()
+            for method in methods or asynchronous()
+            if method in set(runs(task)["method"])
+        ]
+    )
+
+
+def behind(task: str) -> float:
+    """Return the time of FedAvg with over-selection as a multiple of the time of the soonest asynchronous method."""
+    times = [speedup(task, method) for method in asynchronous() if method in set(runs(task)["method"])]
+    return max(times) / speedup(task, OVER)
+
+
+def percent(task: str, method: str) -> str:
+    """Return the accuracy at the end of the runs of scenario A, in percent, with its interval."""
+    frame = runs(task)
+    return format_percent(frame[frame["method"] == method]["final"])
 
 
 def cell(file: str, row: str, column: str, section: str = "") -> str:
@@ -288,35 +326,29 @@ def rewrap(page: str, width: int = 120) -> str:
     - An item.
     <BLANKLINE>
     """
+    item = re.compile(r"(- |\d+\. )")
+    text = re.compile(r"- |\d+\. |\w|\*|`|\[")
     blocks: list[str] = []
     for line in page.splitlines():
-        starts_block = not line.strip() or re.match(r"[|#!=]|--8<--| {4}|- ", line)
-        if starts_block or not blocks or not re.match(r"- |\w|\*|`|\[", blocks[-1]):
+        starts_block = not line.strip() or item.match(line) or not (text.match(line) or line.startswith("  "))
+        if starts_block or line.startswith("    ") or not blocks or not text.match(blocks[-1]):
             blocks.append(line)
         else:
             blocks[-1] += " " + line.strip()
-    wrapped = (
-        textwrap.fill(
-            one,
-            width,
-            subsequent_indent="  " if one.startswith("- ") else "",
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-        if re.match(r"- |\w|\*|`|\[", one)
-        else one
-        for one in blocks
-    )
+    wrapped = []
+    for block in blocks:
+        found = item.match(block)
+        indent = " " * len(found.group()) if found else ""
+        options = {"subsequent_indent": indent, "break_on_hyphens": False, "break_long_words": False}
+        wrapped.append(textwrap.fill(block, width, **options) if text.match(block) else block)
     return "\n".join(wrapped) + "\n"
 
 
 def render() -> dict[Path, str]:
     """Return the texts of all generated files."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
-    context = {
-        one.__name__: one
-        for one in (cell, number, order, pooled_tests, points, ratio, runs, speedup, task_table, tasks)
-    }
+    functions = (behind, cell, extreme, final, number, percent, points, ratio)
+    context = {one.__name__: one for one in functions} | {"min": min, "max": max, "over": OVER}
     page = environment.from_string(TEMPLATE.read_text()).render(context)
     texts = {PAGE: rewrap(page), RESULTS / "pooled.md": markdown_table(pooled_table()) + "\n"}
     return texts | {RESULTS / f"{task}.md": markdown_table(task_table(task)) + "\n" for task in tasks()}
