@@ -34,7 +34,7 @@ from manifoldagg.simulation.cost import AXES, first_reaching, last_within_budget
 PICTURES = ROOT / "docs" / "assets" / "evidence"
 FORWARD = "AsyncCorrected(correction=autothreshold)"
 JOINED = {
-    "{0}": ("{0}", "{0}-path", "{0}-fewer-2", "{0}-fewer-4", "{0}-gradients"),
+    "{0}": ("{0}", "{0}-ace", "{0}-path", "{0}-fewer-2", "{0}-fewer-4", "{0}-gradients"),
     "{0}-five": ("{0}-five", "{0}-path-five", "{0}-cohorts"),
     "{0}-long": ("{0}-long", "{0}-long-cohorts", "{0}-long-path", "{0}-long-constant", "{0}-long-constant-cohorts"),
     "{0}-long-five": ("{0}-long-five",),
@@ -45,7 +45,7 @@ DRAWN = ("FedAvg", "FedAvg, constant rate", "AsyncKrylov", FORWARD, "FedOrtho", 
 SHOWN = (
     *("AsyncKrylov", "AsyncKrylov(pieces=4)", "AsyncKrylov(pieces=2)"),
     *("FedAvg", "HeLoCo", FORWARD, "FedOrtho", "OrthoFL", "AsyncBezier(threshold=auto)", "DCASGD", "FedBuff", "FedGS"),
-    *("ASGD", "CA2FL", "Momentum", "AsyncBezier", "FedAsync", "AsyncFedED"),
+    *("ASGD", "CA2FL", "ACE", "Momentum", "AsyncBezier", "FedAsync", "AsyncFedED"),
     *("AsyncBezier(trainer=trajectory, pull_back=none, threshold=auto)", "FedOrtho(trainer=scheduled, steps=0.5)"),
     *("GeneralizedAsyncSGD", "ASGD(trainer=local, steps=1)"),
 )
