@@ -32,7 +32,15 @@ def report_command(
         str | None,
         typer.Option(
             help="The name of a method in the reports with which all other methods are compared, by seed and on all "
-            "axes.",
+            "axes. Times to a common target are relative to this method, or to FedAvg without this option.",
+            show_default=False,
+        ),
+    ] = None,
+    proposed: Annotated[
+        str | None,
+        typer.Option(
+            help="The name of a method that was chosen before the runs. One-sided tests compare it with every other "
+            "method.",
             show_default=False,
         ),
     ] = None,
@@ -47,8 +55,12 @@ def report_command(
     With at least 15 pairs of problem and seed, methods are compared by Wilcoxon's signed-rank test with Holm's
     correction.
 
+    The report also contains the time to 95 % of the lowest final accuracy, relative to --baseline or FedAvg. Runs that
+    never reach this target are counted as censored.
+
     The command prints a table for each problem and writes `report.md`, `report.tex`, `table.csv`, `pairs.csv`,
-    `baseline.csv` (with --baseline), and plots of accuracy and of clients.
+    `baseline.csv` (with --baseline), `relative_time.csv`, `one_sided.csv` (with --proposed), and plots of accuracy and
+    of clients.
 
     Example: `manifoldagg report runs/digits runs/mnist --axis gradients --out combined`
     """
@@ -56,7 +68,7 @@ def report_command(
     with graceful_shutdown("interrupted: nothing was written"):
         check_destination(out, FILES, option="out")
         joined = load_reports(folders)
-        files = write_combined_report(joined, out, axis=axis, baseline=baseline)
+        files = write_combined_report(joined, out, axis=axis, baseline=baseline, proposed=proposed)
     for grid in report_tables(joined):
         console.print(grid)
     for note in joined.notes:

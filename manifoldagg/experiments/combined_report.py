@@ -1,7 +1,7 @@
 """Combined reports, which compare the runs of several comparisons at equal cost."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +12,18 @@ from manifoldagg._io import atomic_write
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.plots import axis_unit, draw_accuracy, draw_clients, format_percent
+from manifoldagg.experiments.relative_time import relative_times
 from manifoldagg.experiments.report import LoggedRun, Runs, check_destination, read_reports
 from manifoldagg.experiments.spec_parser import choose
-from manifoldagg.experiments.statistics import MIN_PAIRS, compare_pairs, mean_ci
+from manifoldagg.experiments.statistics import MIN_PAIRS, compare_pairs, compare_with, mean_ci
 from manifoldagg.simulation.cost import AXES, first_reaching, last_within_budget
 
 __all__ = ["FILES", "CombinedReport", "load_reports", "markdown_table", "write_combined_report"]
 
-FILES = ("report.md", "report.tex", "table.csv", "pairs.csv", "baseline.csv", "accuracy*.png", "clients*.png")
+FILES = (
+    *("report.md", "report.tex", "table.csv", "pairs.csv", "baseline.csv", "relative_time.csv", "one_sided.csv"),
+    *("accuracy*.png", "clients*.png"),
+)
 BUDGET_AXES = ("time", "gradients", "bytes")
 """The axes of the columns with the accuracy at equal cost."""
 MEANS = ("final", *(f"at_{axis}" for axis in AXES), "updates_to_target", "time_to_target", "loss", "gini", "theil")
@@ -38,6 +42,16 @@ points. The seeds of one problem share its samples, so the results may not gener
 BASELINE_NOTE = """\
 The table shows the difference to the accuracy of {baseline} at equal cost, in percentage points. Values are means of
 the differences by seed with 95 % intervals (Student's t)."""
+
+TIME_NOTE = """\
+The table shows the virtual time to an accuracy of {target:.1f} %, relative to {baseline} with the same seed. The target
+is 95 % of the lowest final accuracy of all methods (a mean over seeds). Values are means over the pairs of runs that
+both reached the target, with 95 % intervals. A run that does not reach the target is censored. The lower bound counts
+the final time of each censored run as its time to the target."""
+ONE_SIDED_NOTE = """\
+The table tests whether {method} is better than each other method, with Wilcoxon's one-sided signed-rank test at {axis}.
+The p-values include Holm's correction over all {count} tests. Such a test is valid only if {method} was chosen before
+the runs."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +127,35 @@ class CombinedReport:
 
     def tests(self, axis: str) -> pd.DataFrame:
         """Test every pair of methods with `statistics.compare_pairs`, on the accuracies at equal cost on an axis."""
+        return compare_pairs(self._scores(axis))
+
+    def one_sided_tests(self, method: str, axis: str) -> pd.DataFrame:
+        """Test whether a method is better than each other method, with `statistics.compare_with`.
+
+        The tests compare the accuracies at equal cost on an axis.
+
+        Raises:
+            ArgumentError: if the report does not contain the method, or the axis is unknown.
+        """
+        choose("proposed", "method", method, dict.fromkeys(name for methods in self.runs.values() for name in methods))
+        return compare_with(self._scores(axis), method)
+
+    def relative_times(self, baseline: str = "FedAvg") -> pd.DataFrame:
+        """Return the time to 95 % of the worst final accuracy, relative to a baseline.
+
+        `relative_time.relative_times` describes the columns, and the treatment of runs that do not reach the target.
+
+        Raises:
+            ArgumentError: if no problem contains the baseline.
+        """
+        return relative_times(self.runs, baseline)
+
+    def _scores(self, axis: str) -> pd.DataFrame:
         runs = self.run_frame()
         scores = runs.pivot(
             index=["problem", "seed"], columns="method", values=f"at_{check_choice('axis', axis, AXES)}"
         )
-        return compare_pairs(scores[list(dict.fromkeys(runs["method"]))])
+        return scores[list(dict.fromkeys(runs["method"]))]
 
     def differences(self, baseline: str) -> pd.DataFrame:
         """Return the mean difference in accuracy between every method and `baseline` on each problem, paired by seed.
@@ -204,39 +242,54 @@ def load_reports(folders: Iterable[Path | str]) -> CombinedReport:
 
 
 def write_combined_report(
-    combined: CombinedReport, folder: Path | str, *, axis: str = "updates", baseline: str | None = None
+    combined: CombinedReport,
+    folder: Path | str,
+    *,
+    axis: str = "updates",
+    baseline: str | None = None,
+    proposed: str | None = None,
 ) -> list[Path]:
     """Write the tables as Markdown, LaTeX and CSV, and plots of accuracy and of clients for each problem.
 
     `report.md` and `report.tex` contain the tables as text. `table.csv` contains `CombinedReport.frame`, `pairs.csv`
-    contains `CombinedReport.tests`, and `baseline.csv` contains `CombinedReport.differences`.
+    contains `CombinedReport.tests`, and `baseline.csv` contains `CombinedReport.differences`. `relative_time.csv`
+    contains `CombinedReport.relative_times`, and `one_sided.csv` contains `CombinedReport.one_sided_tests`.
 
     Args:
         combined: the combined report.
         folder: the folder. An existing combined report is replaced as a whole.
         axis: the x axis of the plots, and the cost axis of the tests.
-        baseline: the name of a method. All other methods are compared with it on every axis.
+        baseline: the name of a method. All other methods are compared with it on every axis, and their times to a
+            common target are relative to its time. Without a name, these times are relative to FedAvg if a report
+            contains it.
+        proposed: the name of a method. One-sided tests compare it with all other methods.
 
     Returns:
         The paths of the files.
 
     Raises:
         ArgumentError: if `folder` contains other files or cannot be written, `axis` is invalid, or no problem contains
-            the method `baseline`.
+            the method `baseline` or `proposed`.
     """
     folder = Path(folder)
     check_choice("axis", axis, AXES)
     differences = None if baseline is None else combined.differences(baseline)
+    one_sided = None if proposed is None else combined.one_sided_tests(proposed, axis)
+    known = {name for methods in combined.runs.values() for name in methods}
+    reference = baseline or ("FedAvg" if "FedAvg" in known else None)
+    times = None if reference is None else combined.relative_times(reference)
     check_destination(folder, FILES, option="out")
     tests = combined.tests(axis)
+    frames = {"table": combined.frame(), "pairs": tests, "baseline": differences}
+    frames |= {"relative_time": times, "one_sided": one_sided}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder) as draft:
             draft.mkdir()
-            (draft / "report.md").write_text(_markdown(combined, tests, differences, axis), encoding="utf-8")
+            (draft / "report.md").write_text(_markdown(combined, frames, axis), encoding="utf-8")
             tables = [combined.table(problem).to_latex(index=False, escape=True) for problem in combined.runs]
             (draft / "report.tex").write_text("\n".join(tables), encoding="utf-8")
-            for name, frame in (("table", combined.frame()), ("pairs", tests), ("baseline", differences)):
+            for name, frame in frames.items():
                 if frame is not None and len(frame):
                     frame.to_csv(draft / f"{name}.csv", index=False, lineterminator="\n")
             _draw(combined, draft, axis)
@@ -289,23 +342,45 @@ def _format_amount(axis: str, value: float) -> str:
     return f"{value / size:.4g} {unit or 'updates'}"
 
 
-def _markdown(combined: CombinedReport, tests: pd.DataFrame, differences: pd.DataFrame | None, axis: str) -> str:
+def _markdown(combined: CombinedReport, frames: Mapping[str, pd.DataFrame | None], axis: str) -> str:
     parts = ["# Comparison", TABLE_NOTE]
+    differences, times, one_sided = (frames[name] for name in ("baseline", "relative_time", "one_sided"))
     for problem in combined.runs:
         parts += [f"## {_escape(problem)}", markdown_table(combined.table(problem))]
+        if times is not None and problem in set(times["problem"]):
+            parts += _time_section(times[times["problem"] == problem])
         if differences is None or problem not in set(differences["problem"]):
             continue
         found = differences[differences["problem"] == problem].sort_values(f"at_{axis}", ascending=False, kind="stable")
         cells = {BUDGET_NAMES[name]: _format(found, f"at_{name}", "+.2f", scale=100) for name in AXES}
         parts.append(BASELINE_NOTE.format(baseline=_escape(found["baseline"].iloc[0])))
         parts.append(markdown_table(pd.DataFrame({"method": found["method"].to_list(), **cells})))
-    parts += ["## Differences", *_test_section(tests, axis)]
+    parts += ["## Differences", *_test_section(frames["pairs"], axis)]
+    if one_sided is not None:
+        parts += ["## One-sided tests", *_test_section(one_sided, axis, ONE_SIDED_NOTE)]
     if combined.notes:
         parts += ["## Settings that differ", "\n".join(f"- {_escape(note)}" for note in combined.notes)]
     return "\n\n".join(parts) + "\n"
 
 
-def _test_section(tests: pd.DataFrame, axis: str) -> list[str]:
+def _time_section(times: pd.DataFrame) -> list[str]:
+    """Format the relative times of one problem. Censored runs and lower bounds have their own columns."""
+    bound = [
+        f"> {one.relative_time_bound:.3g}" if one.num_pairs + one.num_unpaired < one.seeds else ""
+        for one in times.itertuples()
+    ]
+    cells = {
+        "method": times["method"].to_list(),
+        "relative time": [mean or "unknown" for mean in _format(times, "relative_time", ".3g", ".2g")],
+        "pairs": [f"{one.num_pairs} of {one.seeds}" for one in times.itertuples()],
+        "censored runs": [str(count) for count in times["num_censored"]],
+        "lower bound": bound,
+    }
+    note = TIME_NOTE.format(target=100 * times["target"].iloc[0], baseline=_escape(times["baseline"].iloc[0]))
+    return [note, markdown_table(pd.DataFrame(cells))]
+
+
+def _test_section(tests: pd.DataFrame, axis: str, note: str = TEST_NOTE) -> list[str]:
     tested = tests[tests["p_value"].notna()].sort_values(["adjusted_p_value", "p_value"], kind="stable")
     few = tests[tests["p_value"].isna()]
     parts = []
@@ -317,7 +392,7 @@ def _test_section(tests: pd.DataFrame, axis: str) -> list[str]:
         ).astype(str)
         heads = ["first", "second", "pairs", "first better", "second better", "difference", "p", "p, Holm"]
         parts = [
-            TEST_NOTE.format(axis=BUDGET_NAMES[axis], count=len(tested)),
+            note.format(axis=BUDGET_NAMES[axis], count=len(tested), method=_escape(tested["first"].iloc[0])),
             markdown_table(text.set_axis(heads, axis=1)),
         ]
     if len(few):

@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from manifoldagg._validation import check_number
+from manifoldagg._validation import check_choice, check_number
 from manifoldagg.errors import ArgumentError
 
-__all__ = ["MIN_PAIRS", "MeanCI", "compare_pairs", "holm", "mean_ci"]
+__all__ = ["MIN_PAIRS", "MeanCI", "compare_pairs", "compare_with", "holm", "mean_ci"]
 
 MIN_PAIRS = 15
 """The minimum number of pairs of problem and seed for a test of two methods."""
@@ -64,6 +64,39 @@ def mean_ci(values: Sequence[float]) -> MeanCI:
     return MeanCI(statistics.fmean(values), half_width, n)
 
 
+def compare_with(scores: pd.DataFrame, method: str) -> pd.DataFrame:
+    r"""Test whether one method scores higher than each other method, with Wilcoxon's one-sided signed-rank test.
+
+    Let $d$ be the score of `method` minus the score of the other method on a common problem and seed. The null
+    hypothesis is that the distribution of $d$ is symmetric about 0. The alternative is that $d$ tends to be positive.
+
+    - Holm's correction covers the tests of `method` with all other methods.
+    - Two methods with fewer than 15 common pairs of problem and seed are not tested.
+    - Equal scores, rounding and the choice of the exact test are as in `compare_pairs`.
+
+    Choose `method` before you see the scores. Otherwise, use the two-sided tests of `compare_pairs`.
+
+    Args:
+        scores: a column for each method and a row for each pair of problem and seed. A missing score is NaN.
+        method: the method that is expected to score higher.
+
+    Returns:
+        The columns of `compare_pairs`, with `method` as `first`. A row exists for each other method with a common row.
+
+    Raises:
+        ArgumentError: if `scores` has no column `method`.
+
+    Source: OrthoFL §5.2; Wilcoxon 1945; Holm 1979.
+
+    Example:
+        >>> scores = pd.DataFrame({"A": [0.01 * seed for seed in range(1, 16)], "B": 0.0})
+        >>> [compare_with(scores, name)["p_value"][0] for name in "AB"] == [2**-15, 1.0]
+        True
+    """
+    check_choice("method", method, tuple(scores))
+    return _compare(scores, [(method, other) for other in scores if other != method], "greater")
+
+
 def compare_pairs(scores: pd.DataFrame) -> pd.DataFrame:
     """Test all pairs of methods on their common problems and seeds, with Wilcoxon's two-sided signed-rank test.
 
@@ -90,15 +123,7 @@ def compare_pairs(scores: pd.DataFrame) -> pd.DataFrame:
         >>> pair.count, pair.wins, pair.p_value == 2**-14
         (15, 15, True)
     """
-    rows = []
-    for first, second in combinations(scores, 2):
-        x = (scores[first] - scores[second]).dropna().round(DECIMALS)
-        if len(x):
-            p_value = _wilcoxon_p_value(x.to_numpy()) if len(x) >= MIN_PAIRS else np.nan
-            rows.append((first, second, len(x), int((x > 0).sum()), int((x < 0).sum()), float(x.median()), p_value))
-    found = pd.DataFrame(rows, columns=list(TEST_COLUMNS))
-    tested = found["p_value"].dropna()
-    return found.assign(adjusted_p_value=pd.Series(holm(tested.to_list()), index=tested.index, dtype=np.float64))
+    return _compare(scores, list(combinations(scores, 2)), "two-sided")
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -117,7 +142,19 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(value) for value in adjusted]
 
 
-def _wilcoxon_p_value(differences: np.ndarray) -> float:
+def _compare(scores: pd.DataFrame, pairs: Sequence[tuple[str, str]], alternative: str) -> pd.DataFrame:
+    rows = []
+    for first, second in pairs:
+        x = (scores[first] - scores[second]).dropna().round(DECIMALS)
+        if len(x):
+            p_value = _wilcoxon_p_value(x.to_numpy(), alternative) if len(x) >= MIN_PAIRS else np.nan
+            rows.append((first, second, len(x), int((x > 0).sum()), int((x < 0).sum()), float(x.median()), p_value))
+    found = pd.DataFrame(rows, columns=list(TEST_COLUMNS))
+    tested = found["p_value"].dropna()
+    return found.assign(adjusted_p_value=pd.Series(holm(tested.to_list()), index=tested.index, dtype=np.float64))
+
+
+def _wilcoxon_p_value(differences: np.ndarray, alternative: str) -> float:
     # With zeros, SciPy does not use the exact test.
     counted = differences[differences != 0]
-    return float(stats.wilcoxon(counted).pvalue) if counted.size else 1.0
+    return float(stats.wilcoxon(counted, alternative=alternative).pvalue) if counted.size else 1.0

@@ -274,10 +274,11 @@ def test_a_joined_report_is_written_whole_and_replaced(tmp_path, monkeypatch):
     joined = load_reports([report(tmp_path / "a", worth, seeds=range(15), clients=4)])
     folder = tmp_path / "joined"
     files = write_combined_report(joined, folder, axis="gradients", baseline="A|B")
-    names = ["report.md", "report.tex", "table.csv", "pairs.csv", "baseline.csv", "accuracy.png", "clients.png"]
+    names = ["report.md", "report.tex", "table.csv", "pairs.csv", "baseline.csv", "relative_time.csv"]
+    names += ["accuracy.png", "clients.png"]
     assert [file.name for file in files] == names
     assert sorted(folder.iterdir()) == sorted(files)
-    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[5:])
+    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[6:])
     text = re.sub(" +", " ", files[0].read_text())
     assert r"A|B & 15 & 57.0 ± 2.5 & 57.0 ± 2.5 & 0.0 ± 0.0 &" in files[1].read_text()
     assert r"| A\|B | 15 | 57.0 ± 2.5 | 57.0 ± 2.5 | 0.0 ± 0.0 |" in text
