@@ -26,9 +26,11 @@ from manifoldagg.simulation.partitions import (
     cyclic_partition,
     dirichlet_partition,
     disjoint_partition,
+    grouped_partition,
     iid_partition,
     natural_partition,
     shards_partition,
+    sizes_partition,
 )
 from manifoldagg.simulation.schedulers import Completion, IndependentClients, PriorityScheduler, Scheduler
 from manifoldagg.simulation.trace import ReplayScheduler, TaskRecord, read_trace, write_trace
@@ -69,6 +71,7 @@ __all__ = [
     "dirichlet_partition",
     "disjoint_partition",
     "gini",
+    "grouped_partition",
     "iid_partition",
     "natural_partition",
     "processes",
@@ -76,6 +79,7 @@ __all__ = [
     "run",
     "run_task",
     "shards_partition",
+    "sizes_partition",
     "theil",
     "write_trace",
 ]
