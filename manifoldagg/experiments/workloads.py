@@ -270,6 +270,17 @@ def _churn(up: float | Delay, down: float | Delay, until: float) -> Availability
     return make
 
 
+def _weights_name(name: str) -> Reader:
+    """Return a reader of the name of weights, which has no options."""
+
+    def read(where: str, options: Mapping[str, str]) -> str:
+        if options:
+            raise ArgumentError(f"{where}: {name} has no options of its own")
+        return name
+
+    return read
+
+
 DELAY_READERS: dict[str, Reader] = {
     name.lower(): reader(made)
     for name, made in vars(distributions).items()
@@ -291,7 +302,7 @@ SCHEDULER_READERS: Mapping[str, Reader] = {
 }
 PARTITION_READERS: OptionReaders = {
     "weights": {
-        **{name: lambda where, options, name=name: name for name in partitions.WEIGHTS},
+        **{name: _weights_name(name) for name in partitions.WEIGHTS},
         **user_reader("a function of the index of a client", (), num_arguments=1),
     }
 }

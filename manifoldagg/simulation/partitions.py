@@ -377,7 +377,8 @@ def _weights(weights: str | float | Sequence[float] | np.ndarray | Callable[[int
         raise ArgumentError(f"weights: expected one for each of {clients} clients, got {len(given)}")
     if not given.any():
         raise ArgumentError("weights: expected at least one positive weight, got zeros")
-    return given / given.max()
+    scaled: np.ndarray = given / given.max()
+    return scaled
 
 
 def _concatenate_sorted(pieces: list[np.ndarray]) -> np.ndarray:
