@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manifoldagg._validation import check_count
+from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import augmentations, models
 from manifoldagg.experiments.packaged import japanese_vowels, watch
-from manifoldagg.experiments.readers import PARTS, read_images
+from manifoldagg.experiments.plays import shakespeare
+from manifoldagg.experiments.readers import PARTS, read_images, read_text, with_model
 from manifoldagg.experiments.spec_parser import (
     Reader,
     choose,
@@ -31,11 +32,9 @@ from manifoldagg.experiments.spec_parser import (
 from manifoldagg.federated.clients.determinism import seeded_model, single_threaded
 from manifoldagg.simulation.dataset import Augmentation, LabelledDataset, Signature
 
-__all__ = ["digits", "fashion_mnist", "idx", "leaf", "load_dataset", "npz", "shakespeare"]
+__all__ = ["digits", "fashion_mnist", "idx", "leaf", "load_dataset", "npz"]
 
 NPZ_ARRAYS = ("inputs", "labels", "user_ids", "test_mask")
-SHAKESPEARE_FILES = ("input.txt", "shakespeare.txt")
-"""The possible names of a text of plays in a folder."""
 FASHION_MNIST_FOLDER = "/usr/share/datasets/fashion-mnist"
 """The folder of the Debian package dataset-fashion-mnist."""
 IDX_NAMES = ("mnist", "fashion_mnist", "fashionmnist", "kmnist", "emnist", "qmnist")
@@ -43,11 +42,13 @@ IDX_NAMES = ("mnist", "fashion_mnist", "fashionmnist", "kmnist", "emnist", "qmni
 USAGE = {
     "idx": "idx:FOLDER, with the files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and "
     "t10k-labels-idx1-ubyte (gzipped or not) in FOLDER",
-    "shakespeare": "shakespeare:FILE, where FILE is a text of plays, such as input.txt of tiny Shakespeare",
+    "shakespeare": "shakespeare:FILE, where FILE is a text of plays, such as input.txt of tiny Shakespeare, or a "
+    "folder of plays",
     "leaf": "leaf:FOLDER, with the folders train and test of LEAF's JSON files in FOLDER",
     "npz": "npz:FILE, where FILE has the arrays inputs and labels",
 }
 """The usage of the data sets that are read from files."""
+LEAF_USERS = ("user", "hierarchy")
 MAX_CLASSES = 2**31
 """The exclusive upper bound of labels and tokens."""
 
@@ -64,7 +65,7 @@ def load_dataset(
     | `fashion-mnist` | 60,000 training and 10,000 test images, from the Debian package dataset-fashion-mnist |
     | `watch` | smartwatches of 10 people, from seglearn; options of [`watch`][manifoldagg.experiments.packaged.watch] |
     | `japanese-vowels` | nine speakers; see [`japanese_vowels`][manifoldagg.experiments.packaged.japanese_vowels] |
-    | `shakespeare:path` | a text of plays; options of [`shakespeare`][manifoldagg.experiments.datasets.shakespeare] |
+    | `shakespeare:path` | a text of plays; options of [`shakespeare`][manifoldagg.experiments.plays.shakespeare] |
     | `leaf:folder` | JSON by user; see [`leaf`][manifoldagg.experiments.datasets.leaf] |
     | `npz:file` | your own arrays; see [`npz`][manifoldagg.experiments.datasets.npz] |
     | `module:name` | a `LabelledDataset` in your own module, or a function that returns one |
@@ -138,7 +139,7 @@ def digits() -> LabelledDataset:
         raise ArgumentError("expected scikit-learn to be installed: pip install 'manifoldagg[experiments]'") from None
     pixels, labels = load_digits(return_X_y=True)
     inputs = torch.from_numpy(pixels).to(torch.float32).div_(16).view(-1, 1, 8, 8)
-    return _with_model("digits", inputs, torch.from_numpy(labels).to(torch.int64), models.cnn, target=0.85)
+    return with_model("digits", inputs, torch.from_numpy(labels).to(torch.int64), models.cnn, target=0.85)
 
 
 def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
@@ -158,7 +159,7 @@ def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
     found = [read_images(folder, one) for one in here]
     inputs, labels = (torch.cat(pieces) for pieces in zip(*found, strict=True))
     test = torch.arange(len(labels)) >= len(found[0][1]) if len(found) > 1 else None
-    return _with_model(_name(folder), inputs, labels, models.cnn, target=0.9, test_mask=test)
+    return with_model(_name(folder), inputs, labels, models.cnn, target=0.9, test_mask=test)
 
 
 def fashion_mnist(folder: Path | str = FASHION_MNIST_FOLDER, part: str | None = None) -> LabelledDataset:
@@ -181,50 +182,7 @@ def fashion_mnist(folder: Path | str = FASHION_MNIST_FOLDER, part: str | None = 
     return idx(folder, part)
 
 
-def shakespeare(path: Path | str, length: int = 80) -> LabelledDataset:
-    """Load a text of plays. The users are the speakers.
-
-    The model is a recurrent network (GRU) that predicts the next character.
-
-    A speech begins with the speaker's name and a colon on one line, and ends at an empty line. The speeches of a
-    speaker are joined and split into sequences. Incomplete sequences are omitted. Tokens are the sorted characters.
-
-    Args:
-        path: the path of the text, or of a folder with `input.txt` or `shakespeare.txt`.
-        length: the number of characters in a sequence.
-
-    Source: the text of char-rnn, "tiny Shakespeare"; split by speaker as in McMahan et al. 2017.
-    """
-    check_count("length", length)
-    place = Path(path)
-    if place.is_dir():
-        names = [name for name in SHAKESPEARE_FILES if (place / name).is_file()]
-        if not names:
-            raise ArgumentError(f"path: {place}: expected a file {' or '.join(SHAKESPEARE_FILES)} in it")
-        place = place / names[0]
-    text = _read_text(place)
-    said: dict[str, list[str]] = {}
-    for speech in text.split("\n\n"):
-        name, colon, words = speech.strip("\n").partition(":\n")
-        if colon and "\n" not in name:
-            said.setdefault(name, []).append(words)
-    number = {character: i for i, character in enumerate(sorted(set(text)))}
-    pieces: list[Tensor] = []
-    owners: list[int] = []
-    for speeches in said.values():
-        tokens = torch.tensor([number[character] for character in "\n".join(speeches)], dtype=torch.int64)
-        count = (len(tokens) - 1) // length
-        if count > 0:
-            # A row has one token more than a sequence, because the last token is only a label.
-            pieces.append(torch.stack([tokens[i * length : (i + 1) * length + 1] for i in range(count)]))
-            owners += [len(pieces) - 1] * count
-    if not pieces:
-        raise ArgumentError(f"path: {place}: expected speeches under lines 'Name:', of {length + 1} characters or more")
-    cut = torch.cat(pieces)
-    return _with_model("shakespeare", cut[:, :-1], cut[:, 1:], models.gru, target=0.4, user_ids=torch.tensor(owners))
-
-
-def leaf(folder: Path | str) -> LabelledDataset:
+def leaf(folder: Path | str, users: str = "user") -> LabelledDataset:
     """Load a LEAF data set with its users.
 
     The model is a convolutional network for images (FEMNIST), or a recurrent network for text (Shakespeare).
@@ -234,19 +192,22 @@ def leaf(folder: Path | str) -> LabelledDataset:
             test split. Each file has `users` and `user_data`, a mapping from users to lists `x` and `y`. The samples in
             `x` are either lists of numbers or strings. A list of 784 numbers contains the pixels of an image. The
             labels in `y` are either integers >= 0 or characters.
+        users: the users of the data set: `"user"`, or `"hierarchy"`, the groups of users in the list `hierarchies` of
+            each file. In LEAF's Shakespeare data, a user is a role, and its hierarchy is the play.
 
     Source: Caldas et al. 2018, LEAF.
     """
+    check_choice("users", users, LEAF_USERS)
     folder = Path(folder)
     parts = [(folder / part, part == "test") for part in ("train", "test") if (folder / part).is_dir()]
     xs: list[Any] = []
     ys: list[Any] = []
     owners: list[int] = []
     test: list[bool] = []
-    users: dict[str, int] = {}
+    known: dict[str, int] = {}
     for place, tested in parts or [(folder, False)]:
-        for user, x, y in _leaf_users(place):
-            who = users.setdefault(user, len(users))
+        for user, x, y in _leaf_users(place, users):
+            who = known.setdefault(user, len(known))
             xs += x
             ys += y
             owners += [who] * len(y)
@@ -265,7 +226,7 @@ def leaf(folder: Path | str) -> LabelledDataset:
     suits = models.gru if not inputs.is_floating_point() else models.cnn if inputs.ndim == 4 else models.mlp
     given = torch.tensor(test) if any(test) and len(parts) > 1 else None
     made = torch.tensor(ys, dtype=torch.int64)
-    return _with_model(_name(folder), inputs, made, suits, target=0.7, user_ids=torch.tensor(owners), test_mask=given)
+    return with_model(_name(folder), inputs, made, suits, target=0.7, user_ids=torch.tensor(owners), test_mask=given)
 
 
 def npz(path: Path | str) -> LabelledDataset:
@@ -320,7 +281,7 @@ def _from_arrays(
     if not np.isfinite(numbers).all():
         raise ArgumentError("inputs: expected numbers that are finite in float32")
     suits = models.gru if sequence else models.cnn if inputs.ndim == 4 else models.mlp
-    return _with_model(
+    return with_model(
         name,
         torch.from_numpy(numbers),
         torch.from_numpy(labels.astype(np.int64)),
@@ -333,27 +294,20 @@ def _from_arrays(
     )
 
 
-def _with_model(
-    name: str, inputs: Tensor, labels: Tensor, model_factory: Callable[..., nn.Module], **fields: Any
-) -> LabelledDataset:
-    """Return a data set with a suitable model."""
-    made = LabelledDataset(name, inputs, labels, partial(model_factory), **fields)
-    return replace(made, model=partial(model_factory, made.signature))
-
-
-def _leaf_users(place: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Yield each user in the JSON files of a folder with its samples. The files are sorted by name."""
+def _leaf_users(place: Path, users: str) -> Iterator[tuple[str, list[Any], list[Any]]]:
+    """Yield the owner and the samples of each user in the JSON files of a folder. The files are sorted by name."""
     files = sorted(place.glob("*.json"))
     if not files:
         raise ArgumentError(f"folder: {place}: expected JSON files, got a folder without JSON files")
     for file in files:
         try:
-            content = json.loads(_read_text(file))
-            for user in content["users"]:
+            content = json.loads(read_text(file))
+            owners = content["users"] if users == "user" else content["hierarchies"]
+            for user, owner in zip(content["users"], owners, strict=True):
                 x, y = content["user_data"][user]["x"], content["user_data"][user]["y"]
                 if not (isinstance(x, list) and isinstance(y, list) and len(x) == len(y)):
                     raise ArgumentError(f"folder: {file}: {user}: expected lists x and y of equal length")
-                yield str(user), x, y
+                yield str(owner), x, y
         except ArgumentError:
             raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -379,15 +333,6 @@ def _leaf_inputs(folder: Path, xs: Sequence[Any], number: Mapping[str, int]) -> 
     if not inputs.is_floating_point():
         return inputs
     return inputs.view(-1, 1, 28, 28) if inputs.shape[1:] == (784,) else inputs
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ArgumentError(f"path: {path}: expected text in UTF-8; {error.reason} at byte {error.start}") from None
-    except OSError as error:
-        raise ArgumentError(f"path: {path}: cannot be read: {error.strerror or error}") from None
 
 
 def _name(folder: Path) -> str:

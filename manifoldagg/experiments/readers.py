@@ -1,21 +1,26 @@
-"""Readers of image data sets in the IDX format (MNIST and its successors) from local files."""
+"""Readers of local files: images in the IDX format (MNIST and its successors), and text."""
 
 import gzip
 import math
 import os
 import struct
 import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float32, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
+from manifoldagg.simulation.dataset import LabelledDataset
 
-__all__ = ["read_idx", "read_images"]
+__all__ = ["read_idx", "read_images", "read_text", "with_model"]
 
 DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"}
 """The NumPy dtype by the third byte of a file."""
@@ -110,6 +115,36 @@ def read_images(
         given = f"{labels.dtype} of shape {tuple(labels.shape)}"
         raise ArgumentError(f"folder: {origin}: expected bytes of shape ({len(pixels)},), got {given}")
     return pixels.unsqueeze(1).to(torch.float32).div_(255), labels.to(torch.int64)
+
+
+def read_text(path: Path) -> str:
+    """Read a text file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        ArgumentError: if the file cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"path: {path}: expected text in UTF-8; {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise ArgumentError(f"path: {path}: cannot be read: {error.strerror or error}") from None
+
+
+def with_model(
+    name: str, inputs: Tensor, labels: Tensor, model_factory: Callable[..., nn.Module], **fields: Any
+) -> LabelledDataset:
+    """Return a data set whose model is `model_factory` of its signature.
+
+    Args:
+        name: the name of the data set.
+        inputs: the inputs.
+        labels: the labels.
+        model_factory: a function of the signature, such as `models.mlp`.
+        **fields: further fields of the data set.
+    """
+    made = LabelledDataset(name, inputs, labels, partial(model_factory), **fields)
+    return replace(made, model=partial(model_factory, made.signature))
 
 
 def _find(folder: Path, stem: str, dimensions: int) -> tuple[Tensor, Path]:

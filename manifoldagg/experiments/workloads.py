@@ -5,7 +5,6 @@ If a name is unknown, the functions raise an `ArgumentError` with the nearest kn
 """
 
 import hashlib
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from manifoldagg._validation import check_choice, renamed_arguments, short_repr
+from manifoldagg._validation import check_choice, check_count, renamed_arguments, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.spec_parser import (
     OptionReaders,
@@ -23,6 +22,7 @@ from manifoldagg.experiments.spec_parser import (
     error_context,
     import_object,
     parse_kwargs,
+    parse_literal,
     parse_spec,
     parse_value,
     reader,
@@ -126,25 +126,53 @@ def availability(text: str) -> list[AvailabilityChange[int | str]] | Availabilit
 def partition(text: str) -> Partition:
     """Return the named partition with its options, for `FederatedDataset.split`.
 
-    The names are `dirichlet`, `iid`, `natural`, `shards`, `cyclic` and `disjoint`, for the functions in
-    `manifoldagg.simulation.partitions`. `module:name` is your own function with the same arguments.
+    - The names are `dirichlet`, `iid`, `natural`, `grouped`, `sizes`, `shards`, `cyclic` and `disjoint`, for the
+      functions in `manifoldagg.simulation.partitions`.
+    - `natural:clients=30` is the partition `grouped` for this number of clients: every owner with all its samples goes
+      to one client, and no sample is dropped. It has the option `balance`.
+    - The option `weights` of `sizes` is `linear`, `quadratic`, `equal`, numbers joined by `+` (`weights=1+2+5`), or
+      `module:name`, your own function of the index of a client.
+    - `module:name` is your own function of the labels, the number of clients and `generator=`, with its options.
 
     Example:
         >>> split = partition("shards:shards_per_client=2")
         >>> [len(part) for part in split([0, 0, 1, 1, 2, 2], 3, generator=np.random.default_rng(0))]
         [2, 2, 2]
+        >>> split = partition("natural:clients=2")
+        >>> owners = ["ann", "bob", "bob", "eve"]
+        >>> [len(part) for part in split([0, 0, 1, 1], 2, generator=np.random.default_rng(0), user_ids=owners)]
+        [1, 3]
     """
     known = {name.removesuffix(SUFFIX): name for name in partitions.__all__ if name.endswith(SUFFIX)}
     chosen = parse_spec("partition", text, known)
     where = f"partition: {chosen.name}"
+    options = dict(chosen.options)
     if ":" in chosen.name:
         split = import_object(where, chosen.name, f"a partition ({', '.join(known)})")
-        if not inspect.isroutine(split):
+        if not callable(split) or isinstance(split, type):
             raise ArgumentError(f"{where}: expected a function, got {short_repr(split)}")
+    elif chosen.name == "natural" and "clients" in options:
+        with error_context(where):
+            split = partial(_natural_groups, check_count("clients", parse_literal(options.pop("clients"))))
     else:
         split = getattr(partitions, known[choose("partition", "partition", chosen.name, known)])
     arguments = ("labels", "clients", "generator", "user_ids")
-    return partial(split, **parse_kwargs(where, split, chosen.options, excluded=arguments))
+    return partial(split, **parse_kwargs(where, split, options, excluded=arguments, option_readers=PARTITION_READERS))
+
+
+def _natural_groups(
+    groups: int,
+    labels: np.ndarray | Sequence[int] | Sequence[str],
+    clients: int,
+    generator: np.random.Generator,
+    *,
+    user_ids: np.ndarray | Sequence[int] | Sequence[str] | None = None,
+    balance: str = "owners",
+) -> list[np.ndarray]:
+    """Apply the grouped partition, and check the number of clients."""
+    if clients != groups:
+        raise ArgumentError(f"clients: expected {groups}, as in the partition natural:clients={groups}, got {clients}")
+    return partitions.grouped_partition(labels, clients, generator, user_ids=user_ids, balance=balance)
 
 
 def parse_workload(
@@ -267,6 +295,17 @@ def _churn(up: float | Delay, down: float | Delay, until: float) -> Availability
     return make
 
 
+def _weights_name(name: str) -> Reader:
+    """Return a reader of the name of weights, which has no options."""
+
+    def read(where: str, options: Mapping[str, str]) -> str:
+        if options:
+            raise ArgumentError(f"{where}: {name} has no options of its own")
+        return name
+
+    return read
+
+
 DELAY_READERS: dict[str, Reader] = {
     name.lower(): reader(made)
     for name, made in vars(distributions).items()
@@ -289,6 +328,12 @@ SCHEDULER_READERS: Mapping[str, Reader] = {
     "replay": reader(_replay),
     # A run changes its scheduler, so an instance cannot serve several runs.
     **user_reader("a function of the clients and a generator", (), num_arguments=2),
+}
+PARTITION_READERS: OptionReaders = {
+    "weights": {
+        **{name: _weights_name(name) for name in partitions.WEIGHTS},
+        **user_reader("a function of the index of a client", (), num_arguments=1),
+    }
 }
 AVAILABILITY_READERS: Mapping[str, Reader] = {
     "churn": reader(_churn, option_readers=DURATION_READERS),

@@ -27,9 +27,11 @@ from manifoldagg.simulation.partitions import (
     cyclic_partition,
     dirichlet_partition,
     disjoint_partition,
+    grouped_partition,
     iid_partition,
     natural_partition,
     shards_partition,
+    sizes_partition,
 )
 from manifoldagg.simulation.schedulers import Completion, IndependentClients, PriorityScheduler, Scheduler
 from manifoldagg.simulation.trace import ReplayScheduler, TaskRecord, read_trace, write_trace
@@ -72,6 +74,7 @@ __all__ = [
     "disjoint_partition",
     "fit_profiles",
     "gini",
+    "grouped_partition",
     "iid_partition",
     "natural_partition",
     "processes",
@@ -79,6 +82,7 @@ __all__ = [
     "run",
     "run_task",
     "shards_partition",
+    "sizes_partition",
     "theil",
     "write_trace",
 ]

@@ -1,12 +1,13 @@
 """Partitions, which split a data set over clients."""
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-from manifoldagg._validation import check_choice, check_count, short_repr
+from manifoldagg._validation import check_choice, check_count, check_vector, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.clock import check_generator
 
@@ -16,9 +17,11 @@ __all__ = [
     "cyclic_partition",
     "dirichlet_partition",
     "disjoint_partition",
+    "grouped_partition",
     "iid_partition",
     "natural_partition",
     "shards_partition",
+    "sizes_partition",
 ]
 
 Partition: TypeAlias = Callable[..., list[np.ndarray]]
@@ -30,6 +33,13 @@ It returns an array of sample indices for each client. If it has an argument `us
 
 REMAINDERS = ("largest", "drop")
 SELECTIONS = ("largest", "random")
+BALANCES = ("owners", "samples")
+WEIGHTS: dict[str, Callable[[int], float]] = {
+    "equal": lambda client: 1.0,
+    "linear": float,
+    "quadratic": lambda client: float(client**2),
+}
+"""The weights by name, as functions of the number of a client, counted from 1."""
 
 
 def dirichlet_partition(
@@ -215,18 +225,101 @@ def natural_partition(
         >>> [part.tolist() for part in parts]
         [[1, 2], [0, 4]]
     """
-    kind, _ = _encode_labels(labels, clients, generator)
     check_choice("selection", selection, SELECTIONS)
-    if user_ids is None:
-        raise ArgumentError("user_ids: expected the owner of each sample, got a data set without owners")
-    given = np.asarray(user_ids)
-    if given.shape != kind.shape:
-        raise ArgumentError(f"user_ids: expected one for each of {len(kind)} samples, got shape {given.shape}")
-    _, owner, sizes = np.unique(given, return_inverse=True, return_counts=True)
-    if clients > len(sizes):
-        raise ArgumentError(f"clients: expected at most one for each of {len(sizes)} owners, got {clients}")
+    owner, sizes = _encode_owners(labels, clients, generator, user_ids)
     order = np.argsort(-sizes, kind="stable") if selection == "largest" else generator.permutation(len(sizes))
     return [np.flatnonzero(owner == who) for who in np.sort(order[:clients])]
+
+
+def grouped_partition(
+    labels: np.ndarray | Sequence[int] | Sequence[str],
+    clients: int,
+    generator: np.random.Generator,
+    *,
+    user_ids: np.ndarray | Sequence[int] | Sequence[str] | None = None,
+    balance: str = "owners",
+) -> list[np.ndarray]:
+    r"""Assign every owner with all its samples to one client, so that no sample is dropped.
+
+    With O owners and N clients, each client receives $\lfloor O / N \rfloor$ or $\lceil O / N \rceil$ random owners.
+    With 35 plays and 30 clients, five clients therefore receive two plays. With 30,805 patients, 25 clients receive
+    1,027 patients and five clients receive 1,026.
+
+    The other arguments, the result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
+    The number of clients is at most the number of owners. Each client has at least one owner.
+
+    Args:
+        user_ids: the owner of each sample, (samples,).
+        balance: `"owners"` balances the numbers of owners, as in the paper. `"samples"` balances the numbers of samples
+            with Graham's rule: in the order of decreasing numbers of samples, each owner goes to the client with the
+            fewest samples. The largest client then has at most $4/3 - 1/(3N)$ times the samples of the best
+            assignment. Ties are broken at random.
+
+    Source: Manifold B.2 ("We allocate each play wholly to a distinct client - since there are 30 clients, 5 will
+    receive 2 plays each") and B.3 (30,805 patients, "with each assigned wholly to one of 30 clients"). `"samples"`:
+    Graham 1969, Bounds on multiprocessing timing anomalies, Theorem 2.
+
+    Example:
+        >>> plays = np.repeat(["Hamlet", "Macbeth", "Othello"], [3, 1, 1])
+        >>> parts = grouped_partition(np.zeros(5), 2, np.random.default_rng(0), user_ids=plays, balance="samples")
+        >>> sorted(sorted(set(plays[part].tolist())) for part in parts)
+        [['Hamlet'], ['Macbeth', 'Othello']]
+    """
+    check_choice("balance", balance, BALANCES)
+    owner, sizes = _encode_owners(labels, clients, generator, user_ids)
+    order = generator.permutation(len(sizes))
+    client_of = np.empty(len(sizes), np.int64)
+    if balance == "owners":
+        # The clients with one owner more are random, too.
+        client_of[order] = np.resize(generator.permutation(clients), len(sizes))
+    else:
+        totals = [(0, int(tie), client) for client, tie in enumerate(generator.permutation(clients))]
+        for who in order[np.argsort(-sizes[order], kind="stable")]:
+            total, tie, client = heapq.heappop(totals)
+            client_of[who] = client
+            heapq.heappush(totals, (total + int(sizes[who]), tie, client))
+    of_sample = client_of[owner]
+    by_client = np.argsort(of_sample, kind="stable")
+    return np.split(by_client, np.cumsum(np.bincount(of_sample, minlength=clients))[:-1])
+
+
+def sizes_partition(
+    labels: np.ndarray | Sequence[int] | Sequence[str],
+    clients: int,
+    generator: np.random.Generator,
+    *,
+    weights: str | float | Sequence[float] | np.ndarray | Callable[[int], float] = "linear",
+) -> list[np.ndarray]:
+    r"""Split samples at random, independent of their labels, into parts with sizes proportional to weights.
+
+    Client i receives $n w_i / \sum_j w_j$ of n samples. The numbers are rounded down, and the remaining samples go to
+    the clients with the largest remainders, so that no sample is dropped. The other arguments, the result and the
+    errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
+
+    Args:
+        weights: the weights $w_i \ge 0$ of the clients $i = 1, \dots, N$, of which at least one is positive:
+
+            - `"linear"`: $w_i = i$, so that sizes are proportional to the index of the client, as in the paper.
+            - `"quadratic"`: $w_i = i^2$.
+            - `"equal"`: $w_i = 1$.
+            - a number for each client.
+            - a function of the index i.
+
+    Source: Report §3 ("giving each client a number of training examples proportional to its index").
+
+    Example:
+        >>> [len(part) for part in sizes_partition(np.zeros(12), 3, np.random.default_rng(0))]
+        [2, 4, 6]
+        >>> [len(part) for part in sizes_partition(np.zeros(9), 2, np.random.default_rng(0), weights=[2, 1])]
+        [6, 3]
+    """
+    kind, _ = _encode_labels(labels, clients, generator)
+    shares = _weights(weights, clients)
+    exact = len(kind) * (shares / shares.sum())
+    counts = np.floor(exact).astype(np.int64)
+    order = np.argsort(counts - exact, kind="stable")
+    counts[order[: len(kind) - counts.sum()]] += 1
+    return [np.sort(part) for part in np.split(generator.permutation(len(kind)), np.cumsum(counts)[:-1])]
 
 
 def check_concentration(value: float) -> float:
@@ -252,6 +345,40 @@ def _encode_labels(
     check_generator(generator)
     kinds, kind = np.unique(labels, return_inverse=True)
     return kind, len(kinds)
+
+
+def _encode_owners(
+    labels: np.ndarray | Sequence[int] | Sequence[str],
+    clients: int,
+    generator: np.random.Generator,
+    user_ids: np.ndarray | Sequence[int] | Sequence[str] | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Check the arguments of a partition by owner. Return the owners as integers from 0, and their sample counts."""
+    kind, _ = _encode_labels(labels, clients, generator)
+    if user_ids is None:
+        raise ArgumentError("user_ids: expected the owner of each sample, got a data set without owners")
+    given = np.asarray(user_ids)
+    if given.shape != kind.shape:
+        raise ArgumentError(f"user_ids: expected one for each of {len(kind)} samples, got shape {given.shape}")
+    _, owner, sizes = np.unique(given, return_inverse=True, return_counts=True)
+    if clients > len(sizes):
+        raise ArgumentError(f"clients: expected at most one for each of {len(sizes)} owners, got {clients}")
+    return owner, sizes
+
+
+def _weights(weights: str | float | Sequence[float] | np.ndarray | Callable[[int], float], clients: int) -> np.ndarray:
+    """Return the weights of the clients, divided by the largest one, so that their sum does not overflow."""
+    if isinstance(weights, str):
+        weights = WEIGHTS[check_choice("weights", weights, WEIGHTS)]
+    if callable(weights):
+        weights = [weights(client) for client in range(1, clients + 1)]
+    given = check_vector("weights", np.atleast_1d(weights), at_least=0)
+    if len(given) != clients:
+        raise ArgumentError(f"weights: expected one for each of {clients} clients, got {len(given)}")
+    if not given.any():
+        raise ArgumentError("weights: expected at least one positive weight, got zeros")
+    scaled: np.ndarray = given / given.max()
+    return scaled
 
 
 def _concatenate_sorted(pieces: list[np.ndarray]) -> np.ndarray:

@@ -14,6 +14,8 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import load_dataset, models
 from manifoldagg.experiments.datasets import FASHION_MNIST_FOLDER
 from manifoldagg.experiments.models import Signature
+from manifoldagg.experiments.plays import PLAY_OPENINGS
+from manifoldagg.experiments.workloads import partition
 from manifoldagg.federated import clients, rules
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation import FederatedDataset, LabelledDataset, Method, iid_partition, natural_partition, run
@@ -101,6 +103,59 @@ def test_speeches_are_put_together_by_speaker_and_every_character_is_told_the_ne
         load_dataset(f"shakespeare:{tmp_path},length=100")
 
 
+def test_plays_of_a_text_begin_at_their_first_speeches(tmp_path):
+    openings = list(PLAY_OPENINGS.items())[:3]
+    speeches = [f"{name}:\n{line}\nAnd more." for _, (name, line) in openings]
+    (tmp_path / "input.txt").write_text("\n\n".join(f"{one}\n\nMessenger:\nNews for you." for one in speeches))
+    made = load_dataset(f"shakespeare:{tmp_path},length=5,users=play")
+    letters = sorted(set((tmp_path / "input.txt").read_text()))
+    by_play = ["", "", ""]
+    for x, play in zip(made.inputs, made.user_ids.tolist(), strict=True):
+        by_play[play] += "".join(letters[i] for i in x.tolist())
+    for text, (_, (_, line)) in zip(by_play, openings, strict=True):
+        assert text.startswith(line)
+        assert text.endswith("News for y")
+    # By speaker, the messengers of the three plays are one user.
+    speakers = load_dataset(f"shakespeare:{tmp_path},length=5").user_ids
+    assert torch.bincount(speakers).shape == (4,)
+    federation = FederatedDataset.split(made, 2, partition=partition("natural:clients=2"), seed=0)
+    used = np.concatenate([*federation.train, *federation.held_out])
+    assert sorted(used.tolist()) == list(range(len(made.labels)))
+
+
+def test_a_folder_has_a_play_in_each_file(tmp_path):
+    for title in ("hamlet", "macbeth"):
+        (tmp_path / f"{title}.txt").write_text(f"Messenger:\nNews of {title}.\n\nPorter:\nKnock, knock, {title}!\n")
+    assert load_dataset(f"shakespeare:{tmp_path},length=5,users=play").user_ids.tolist() == [0] * 6 + [1] * 7
+    assert torch.bincount(load_dataset(f"shakespeare:{tmp_path},length=5").user_ids).tolist() == [2, 4, 3, 4]
+    (tmp_path / "macbeth.txt").unlink()
+    assert load_dataset(f"shakespeare:{tmp_path},length=5,users=play").user_ids.tolist() == [0] * 6
+
+
+def test_a_text_without_a_known_first_speech_has_no_plays(tmp_path):
+    (tmp_path / "input.txt").write_text(PLAY)
+    with pytest.raises(
+        ArgumentError, match="shakespeare: path: .*expected the first speech of one of Coriolanus.*Romeo"
+    ):
+        load_dataset(f"shakespeare:{tmp_path},users=play")
+    with pytest.raises(ArgumentError, match="users: expected one of speaker, play"):
+        load_dataset(f"shakespeare:{tmp_path},users=act")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ArgumentError, match=r"expected a file input.txt or shakespeare.txt, or plays in .txt files"):
+        load_dataset(f"shakespeare:{tmp_path}/empty")
+
+
+def test_tiny_shakespeare_has_nine_plays():
+    folder = Path("build/data/tinyshakespeare")
+    if not folder.is_dir():
+        pytest.skip("tiny Shakespeare is not available")
+    made = load_dataset(f"shakespeare:{folder},users=play")
+    counts = torch.bincount(made.user_ids)
+    assert len(counts) == len(PLAY_OPENINGS) == 9
+    # The last play, The Tempest, is incomplete in this file.
+    assert counts.argmin() == 8
+
+
 @pytest.mark.parametrize("model", ["gru:hidden=8,layers=2", "transformer:width=8,heads=2,layers=1"])
 def test_text_by_speaker_trains(tmp_path, model):
     (tmp_path / "input.txt").write_text(PLAY + "\n\n".join(f"Voice {i}:\n{'to be or not ' * 6}" for i in range(4)))
@@ -165,6 +220,22 @@ def test_leaf_has_users_and_a_test_split(tmp_path):
     assert made.user_ids.tolist() == [0, 0, 1, 1, 2]
     assert made.test_mask.tolist() == [False, False, False, True, True]
     assert made.model()(made.inputs).shape == (5, 62)
+
+
+def test_the_hierarchies_of_leaf_are_users(tmp_path):
+    leaf_folder(
+        tmp_path, "train", {"ACT_A": ([[1.0], [2.0]], [0, 1]), "ACT_B": ([[3.0]], [1]), "BET_A": ([[4.0]], [0])}
+    )
+    file = tmp_path / "train" / "all_data_0.json"
+    with pytest.raises(ArgumentError, match="missing key 'hierarchies'"):
+        load_dataset(f"leaf:{tmp_path},users=hierarchy")
+    content = json.loads(file.read_text()) | {"hierarchies": ["ACT", "ACT", "BET"]}
+    file.write_text(json.dumps(content))
+    assert load_dataset(f"leaf:{tmp_path},users=hierarchy").user_ids.tolist() == [0, 0, 0, 1]
+    assert load_dataset(f"leaf:{tmp_path}").user_ids.tolist() == [0, 0, 1, 2]
+    file.write_text(json.dumps(content | {"hierarchies": ["ACT"]}))
+    with pytest.raises(ArgumentError, match="expected JSON with users"):
+        load_dataset(f"leaf:{tmp_path},users=hierarchy")
 
 
 def test_text_of_leaf_tells_the_character_after_a_line(tmp_path):

@@ -20,6 +20,7 @@ from manifoldagg.simulation import (
     churn,
     cyclic_partition,
     dirichlet_partition,
+    grouped_partition,
     write_trace,
 )
 from manifoldagg.simulation import delays as distributions
@@ -140,9 +141,52 @@ def test_partitions_have_the_names_of_their_functions():
     names = [name.removesuffix("_partition") for name in partitions_module.__all__ if name.endswith("_partition")]
     assert {"iid", "shards", "cyclic", "disjoint", "dirichlet"} <= set(names)
     for name in names:
-        told = {"user_ids": LABELS} if name == "natural" else {}
+        told = {"user_ids": LABELS} if name in ("natural", "grouped") else {}
         split = workloads.partition(f"{name}:{options.get(name, '')}")
         assert len(split(LABELS, 5, generator=generator(), **told)) == 5
+
+
+def test_a_natural_partition_with_clients_is_the_grouped_partition():
+    owners = np.repeat(np.arange(7), [3, 9, 1, 4, 20, 2, 15])
+    for text, balance in (("natural:clients=5", "owners"), ("natural:balance=samples,clients=5", "samples")):
+        found = workloads.partition(text)(LABELS, 5, generator=generator(), user_ids=owners)
+        direct = grouped_partition(LABELS, 5, generator(), user_ids=owners, balance=balance)
+        assert all(np.array_equal(a, b) for a, b in zip(found, direct, strict=True))
+        assert sorted(np.concatenate(found).tolist()) == list(range(len(LABELS)))
+    with pytest.raises(ArgumentError, match=r"^clients: expected 5, as in the partition natural:clients=5, got 4$"):
+        workloads.partition("natural:clients=5")(LABELS, 4, generator=generator(), user_ids=owners)
+
+
+def test_weights_are_names_numbers_or_a_function(tmp_path, monkeypatch):
+    (tmp_path / "my_weights.py").write_text("def powers(client, base=2):\n    return base**client\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for weights, expected in (
+        ("linear", [9, 18, 27]),
+        ("equal", [18, 18, 18]),
+        ("1+0+2", [18, 0, 36]),
+        ("0.5+0.25+0.25", [27, 14, 13]),
+        ("my_weights:powers,weights.base=5", [2, 9, 43]),
+    ):
+        parts = workloads.partition(f"sizes:weights={weights}")(LABELS, 3, generator=generator())
+        assert [len(part) for part in parts] == expected, weights
+    assert [len(part) for part in workloads.partition("sizes")(LABELS, 3, generator=generator())] == [9, 18, 27]
+
+
+def test_a_partition_may_be_a_users_function(tmp_path, monkeypatch):
+    (tmp_path / "my_splits.py").write_text(
+        "import functools\n"
+        "import numpy as np\n"
+        "def by_parity(labels, clients, generator, offset=0):\n"
+        "    return [np.flatnonzero((np.arange(len(labels)) + offset) % clients == i) for i in range(clients)]\n"
+        "bound = functools.partial(by_parity, offset=1)\n"
+        "class Splits: ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for text in ("my_splits:by_parity:offset=1", "my_splits:bound"):
+        parts = workloads.partition(text)(LABELS, 2, generator=generator())
+        assert [part[0] for part in parts] == [1, 0]
+    with pytest.raises(ArgumentError, match="partition: my_splits:Splits: expected a function, got"):
+        workloads.partition("my_splits:Splits")
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -168,6 +212,9 @@ def test_partitions_have_the_names_of_their_functions():
         (lambda: workloads.availability("file:no.csv"), "availability: file: path: no.csv cannot be read: .*"),
         (lambda: workloads.partition("dirichlett"), "partition: no partition 'dirichlett'; did you mean dirichlet\\?"),
         (lambda: workloads.partition("dirichlet"), "partition: dirichlet: expected concentration=..."),
+        (lambda: workloads.partition("natural:clients=0"), "partition: natural: clients: expected an integer >= 1, got 0"),
+        (lambda: workloads.partition("natural:clients=5,selection=random"), "partition: natural: no option 'selection'; .*"),
+        (lambda: workloads.partition("sizes:weights=liner"), "partition: sizes: no weights 'liner'; did you mean linear\\?"),
         (lambda: workloads.partition("cyclic:label_per_client=3"), "partition: cyclic: no option 'label_per_client'; did you mean labels_per_client\\?"),
     ],
 )  # fmt: skip

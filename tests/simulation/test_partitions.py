@@ -12,8 +12,10 @@ from manifoldagg.simulation import (
     cyclic_partition,
     dirichlet_partition,
     disjoint_partition,
+    grouped_partition,
     iid_partition,
     shards_partition,
+    sizes_partition,
 )
 from tests.support import seeds
 
@@ -216,3 +218,108 @@ def test_bad_input_is_refused_by_name(change, words):
 def test_what_cannot_be_split_is_refused_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call(np.random.default_rng(0))
+
+
+owned = st.lists(st.integers(0, 30), min_size=1, max_size=120).map(np.array)
+
+
+@given(seeds, owned, st.data(), st.sampled_from(["owners", "samples"]))
+def test_whole_owners_go_to_one_client_each_and_no_sample_is_dropped(seed, owners, data, balance):
+    count = len(set(owners.tolist()))
+    clients = data.draw(st.integers(1, count))
+    options = {"user_ids": owners, "balance": balance}
+    parts = grouped_partition(np.zeros(len(owners)), clients, np.random.default_rng(seed), **options)
+    is_split(parts, clients, owners)
+    held = [set(owners[part].tolist()) for part in parts]
+    # The sets are disjoint if their sizes add up.
+    assert sum(map(len, held)) == count
+    assert all(held)
+    if balance == "owners":
+        assert {len(one) for one in held} <= {count // clients, -(-count // clients)}
+    again = grouped_partition(np.zeros(len(owners)), clients, np.random.default_rng(seed), **options)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+
+
+def test_thirty_five_plays_go_to_thirty_clients_as_in_the_paper():
+    plays = np.repeat(np.arange(35), np.random.default_rng(1).integers(1, 90, 35))
+    splits = [
+        grouped_partition(np.zeros(len(plays)), 30, np.random.default_rng(seed), user_ids=plays) for seed in (0, 1)
+    ]
+    for parts in splits:
+        counts = np.bincount([len(set(plays[part].tolist())) for part in parts])
+        assert counts.tolist() == [0, 25, 5]
+    # The clients with two plays depend on the seed, and are not always the first ones.
+    first, second = ([len(set(plays[part].tolist())) for part in parts] for parts in splits)
+    assert first != second
+    assert first != sorted(first, reverse=True)
+
+
+def test_the_patients_of_the_paper_go_to_thirty_clients():
+    patients = np.random.default_rng(0).permutation(np.resize(np.arange(30_805), 112_120))
+    parts = grouped_partition(np.zeros(112_120), 30, np.random.default_rng(0), user_ids=patients)
+    assert sum(map(len, parts)) == 112_120
+    assert sorted(len(set(patients[part].tolist())) for part in parts) == [1026] * 5 + [1027] * 25
+
+
+@given(seeds, st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 4))
+def test_balanced_samples_are_within_grahams_bound(seed, sizes, clients):
+    """The best assignment is found by trying all of them."""
+    clients = min(clients, len(sizes))
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    parts = grouped_partition(
+        np.zeros(len(owners)), clients, np.random.default_rng(seed), user_ids=owners, balance="samples"
+    )
+    loads = np.zeros((1, clients), int)
+    for size in sizes:
+        loads = np.unique(np.sort((loads[:, None, :] + size * np.eye(clients, dtype=int)).reshape(-1, clients)), axis=0)
+    best = loads.max(1).min()
+    assert 3 * clients * max(map(len, parts)) <= (4 * clients - 1) * best
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "user_ids: expected the owner of each sample, got a data set without owners"),
+        ({"user_ids": [0, 1]}, r"user_ids: expected one for each of 4 samples, got shape \(2,\)"),
+        ({"user_ids": [0, 0, 1, 1]}, "clients: expected at most one for each of 2 owners, got 3"),
+        ({"user_ids": [0, 1, 2, 3], "balance": "size"}, "balance: expected one of owners, samples"),
+    ],
+)
+def test_owners_that_cannot_be_grouped_are_named(options, said):
+    with pytest.raises(ArgumentError, match=said):
+        grouped_partition(np.zeros(4), 3, np.random.default_rng(0), **options)
+
+
+@given(seeds, labelled, st.data())
+def test_sizes_are_proportional_to_the_weights_up_to_one_sample(seed, labels, data):
+    clients = data.draw(st.integers(1, len(labels)))
+    weights = data.draw(st.lists(st.floats(0, 1e300), min_size=clients, max_size=clients).filter(any))
+    parts = sizes_partition(labels, clients, np.random.default_rng(seed), weights=weights)
+    is_split(parts, clients, labels)
+    exact = len(labels) * (np.array(weights) / max(weights)) / (np.array(weights) / max(weights)).sum()
+    # 1e-9 covers the rounding errors of the sum of at most 80 weights.
+    assert (np.abs(exact - [len(part) for part in parts]) < 1 + 1e-9).all()
+
+
+def test_linear_sizes_are_those_of_the_report():
+    parts = sizes_partition(np.zeros(3600), 8, np.random.default_rng(0))
+    assert [len(part) for part in parts] == [100 * i for i in range(1, 9)]
+    same = sizes_partition(np.zeros(3600), 8, np.random.default_rng(0), weights=lambda client: 7 * client)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, same, strict=True))
+    squares = sizes_partition(np.zeros(1400), 3, np.random.default_rng(0), weights="quadratic")
+    assert [len(part) for part in squares] == [100, 400, 900]
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ("cubic", "weights: expected one of equal, linear, quadratic"),
+        ([1, 2], "weights: expected one for each of 3 clients, got 2"),
+        ([1, 2, -1], r"weights\[2\]: expected a finite number >= 0, got -1"),
+        ([0, 0, 0], "weights: expected at least one positive weight, got zeros"),
+        (lambda client: "a", "weights: expected real numbers"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(weights, said):
+    with pytest.raises(ArgumentError, match=said):
+        sizes_partition(np.zeros(9), 3, np.random.default_rng(0), weights=weights)
