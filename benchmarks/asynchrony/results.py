@@ -34,7 +34,7 @@ PAGE = ROOT / "docs" / "benchmark_results.md"
 TEMPLATE = Path(__file__).with_name("page.md.j2")
 FIGURE = ROOT / "docs" / "assets" / "evidence" / "time_to_target.png"
 TASKS = {"fashion": "Fashion-MNIST", "shakespeare": "Shakespeare", "watch": "Watch"}
-PARTS = ("", "-more", "-last", "-rounds")
+PARTS = ("", "-more", "-last", "-curves", "-rounds")
 """The endings of the tables of one task in scenario A."""
 BASELINE = "FedAvg"
 OVER = "FedAvg, 30 % over-selection"
