@@ -1,10 +1,11 @@
-"""Compute the tables, the figure and the page of benchmark results from the logs.
+"""Compute the tables, the figure and the pages of benchmark results from the logs.
 
     python benchmarks/asynchrony/results.py [--check]
 
-The script writes `measured.md`, `pooled.md` and `time_to_target.png` to `benchmarks/results/asynchrony`. It renders
-`docs/benchmark_results.md` from `page.md.j2`, so that every measured number of the page comes from a log. With
-`--check`, it writes nothing, and fails if the page or a table differs from the logs.
+The script writes a table for each task and `pooled.md` to `benchmarks/results/asynchrony`, and draws
+`docs/assets/evidence/time_to_target.png`. It renders `docs/benchmark_results.md` and `docs/guide/paper_and_ours.md`
+from templates, so that the measured numbers of these pages come from the logs. With `--check`, it writes nothing, and
+fails if a page or a table differs from the logs.
 """
 
 import argparse
@@ -30,8 +31,8 @@ from manifoldagg.simulation.cost import first_reaching
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "asynchrony"
 PAPERS = ROOT / "benchmarks" / "results" / "papers"
-PAGE = ROOT / "docs" / "benchmark_results.md"
-TEMPLATE = Path(__file__).with_name("page.md.j2")
+PAGES = {"page.md.j2": "benchmark_results.md", "paper_and_ours.md.j2": "guide/paper_and_ours.md"}
+"""The templates in this folder and their pages in `docs`."""
 FIGURE = ROOT / "docs" / "assets" / "evidence" / "time_to_target.png"
 TASKS = {"fashion": "Fashion-MNIST", "shakespeare": "Shakespeare", "watch": "Watch"}
 PARTS = ("", "-more", "-last", "-curves", "-rounds")
@@ -349,8 +350,10 @@ def render() -> dict[Path, str]:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     functions = (behind, cell, extreme, final, number, percent, points, ratio)
     context = {one.__name__: one for one in functions} | {"min": min, "max": max, "over": OVER}
-    page = environment.from_string(TEMPLATE.read_text()).render(context)
-    texts = {PAGE: rewrap(page), RESULTS / "pooled.md": markdown_table(pooled_table()) + "\n"}
+    texts = {RESULTS / "pooled.md": markdown_table(pooled_table()) + "\n"}
+    for template, page in PAGES.items():
+        source = Path(__file__).with_name(template).read_text()
+        texts[ROOT / "docs" / page] = rewrap(environment.from_string(source).render(context))
     return texts | {RESULTS / f"{task}.md": markdown_table(task_table(task)) + "\n" for task in tasks()}
 
 
