@@ -1,11 +1,11 @@
-"""Compute the tables, the figure and the pages of benchmark results from the logs.
+"""Compute the tables, the figure and the page of benchmark results from the logs.
 
     python benchmarks/asynchrony/results.py [--check]
 
 The script writes a table for each task and `pooled.md` to `benchmarks/results/asynchrony`, and draws
-`docs/assets/evidence/time_to_target.png`. It renders `docs/benchmark_results.md` and `docs/guide/paper_and_ours.md`
-from templates, so that the measured numbers of these pages come from the logs. With `--check`, it writes nothing, and
-fails if a page or a table differs from the logs.
+`docs/assets/evidence/time_to_target.png`. It renders `docs/benchmark_results.md` from `page.md.j2`, so
+that the measured numbers of the page come from the logs. With `--check`, it writes nothing, and fails if the page or a
+table differs from the logs.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from manifoldagg.simulation.cost import first_reaching
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "asynchrony"
 PAPERS = ROOT / "benchmarks" / "results" / "papers"
-PAGES = {"page.md.j2": "benchmark_results.md", "paper_and_ours.md.j2": "guide/paper_and_ours.md"}
-"""The templates in this folder and their pages in `docs`."""
+PAGE = ROOT / "docs" / "benchmark_results.md"
+TEMPLATE = Path(__file__).with_name("page.md.j2")
 FIGURE = ROOT / "docs" / "assets" / "evidence" / "time_to_target.png"
 TASKS = {"fashion": "Fashion-MNIST", "shakespeare": "Shakespeare", "watch": "Watch"}
 PARTS = ("", "-more", "-last", "-curves", "-rounds")
@@ -350,10 +350,8 @@ def render() -> dict[Path, str]:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     functions = (behind, cell, extreme, final, number, percent, points, ratio)
     context = {one.__name__: one for one in functions} | {"min": min, "max": max, "over": OVER}
-    texts = {RESULTS / "pooled.md": markdown_table(pooled_table()) + "\n"}
-    for template, page in PAGES.items():
-        source = Path(__file__).with_name(template).read_text()
-        texts[ROOT / "docs" / page] = rewrap(environment.from_string(source).render(context))
+    page = environment.from_string(TEMPLATE.read_text()).render(context)
+    texts = {PAGE: rewrap(page), RESULTS / "pooled.md": markdown_table(pooled_table()) + "\n"}
     return texts | {RESULTS / f"{task}.md": markdown_table(task_table(task)) + "\n" for task in tasks()}
 
 
