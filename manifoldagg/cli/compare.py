@@ -51,9 +51,9 @@ def compare_command(
     data: Annotated[
         str,
         typer.Option(
-            help="The data set: `digits` (1,797 handwritten digits from scikit-learn), `idx:FOLDER` (MNIST and data "
-            "sets with its file names), `shakespeare:FILE`, `leaf:FOLDER`, `npz:FILE`, or `module:name` (your own "
-            "LabelledDataset)."
+            help="The data set: `digits` (1,797 handwritten digits from scikit-learn), `fashion-mnist`, `watch`, "
+            "`japanese-vowels`, `idx:FOLDER` (MNIST and data sets with its file names), `shakespeare:FILE`, "
+            "`leaf:FOLDER`, `npz:FILE`, or `module:name` (your own LabelledDataset)."
         ),
     ] = "digits",
     model: Annotated[
@@ -97,7 +97,11 @@ def compare_command(
         ),
     ] = None,
     partition: Annotated[
-        str, typer.Option(help="The split of the data: `dirichlet`, `iid`, `natural`, `shards`, `cyclic`, `disjoint`.")
+        str,
+        typer.Option(
+            help="The split of the data: `dirichlet`, `iid`, `natural`, `natural:clients=30` (whole users), `sizes`, "
+            "`shards`, `cyclic`, `disjoint`, or `module:name`."
+        ),
     ] = "dirichlet:concentration=0.5",
     holdout: Annotated[
         float | None,
