@@ -1,4 +1,4 @@
-"""The choice between torch's threads and NumPy for one tensor."""
+"""The choice between PyTorch and single-threaded NumPy for a computation on one tensor."""
 
 import torch
 from torch import Tensor
@@ -6,15 +6,17 @@ from torch import Tensor
 __all__ = ["prefers_numpy"]
 
 GRAIN_SIZE = 2**15
-"""The number of entries from which torch shares the work among its threads."""
+"""The smallest number of tensor entries for which PyTorch uses several threads."""
 MIN_PARALLEL_SIZE = 2**22
-"""The number of entries from which threads pay off on a busy machine. Below it, one thread is faster."""
+"""The smallest number of tensor entries for which several threads are faster than one thread on a busy machine."""
 
 
 def prefers_numpy(tensor: Tensor) -> bool:
-    """Return whether torch would use several threads for a tensor although one, with NumPy, is as fast.
+    """Return whether a computation on a tensor should use NumPy, with one thread, instead of PyTorch.
 
-    On a machine with other things to do its pool keeps the caller waiting, for ten milliseconds rather than for 20 µs.
+    For a tensor of medium size, PyTorch starts several threads, although one thread would be equally fast. If other
+    processes use the CPU, the caller must wait until all threads have run. This wait can take 10 milliseconds, whereas
+    the computation itself takes 20 microseconds. NumPy avoids the wait, because it uses only the thread of the caller.
     """
     if (
         torch.get_num_threads() == 1
@@ -22,5 +24,5 @@ def prefers_numpy(tensor: Tensor) -> bool:
         or type(tensor) is not Tensor
     ):
         return False
-    # NumPy takes no other.
+    # NumPy reads a tensor without a copy only if the tensor is a CPU tensor of one of these dtypes.
     return tensor.is_cpu and tensor.dtype in (torch.float32, torch.float64) and tensor.is_contiguous()

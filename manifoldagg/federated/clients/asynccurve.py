@@ -27,10 +27,12 @@ class AsyncCurve(BaseTrainer):
 
     Each epoch for the end is followed by an epoch for the control point:
 
-    - Adam trains the end on $\ell(\theta)$ plus a proximal term. This optimizer starts from the moments $m$, $v$ in the
-      message.
+    - Adam trains the end on the loss $\ell(\theta)$ plus a proximal term. This optimizer starts from the moments $m$
+      and $v$ in the server's message.
     - A second Adam optimizer, which restarts in each epoch, trains the control point. It minimises the mean loss at
-      random points $\lambda \sim U[0, 1]$ of the curve:
+      random points $\lambda \sim U[0, 1]$ of the curve, which starts at the server's model $\Theta^t$. The control
+      point is the midpoint $M$ plus a trained displacement $\delta$, from which the fraction $\gamma$ of the component
+      along $\theta - \Theta^t$ is removed:
 
     $$\varphi = M + \delta - \gamma \operatorname{proj}_{\theta - \Theta^t} \delta, \qquad M = \tfrac12 (\Theta^t +
       \theta), \qquad \min_\delta\; \mathbb{E}_\lambda\, \ell((1 - \lambda)^2\, \Theta^t + 2 \lambda (1 - \lambda)\,
@@ -52,17 +54,18 @@ class AsyncCurve(BaseTrainer):
         epochs: the number of epochs for the end, and also for the control point.
         rate: the learning rate of the end.
         control_rate: the learning rate of the control point. The default is a tenth of `rate`.
-        betas: $(\beta_1, \beta_2)$ of both Adam optimizers.
-        eps: $\epsilon$ of both Adam optimizers.
-        projection: $\gamma \in [0, 1]$.
-        proximal: $\mu$ of $\tfrac{\mu}{2} \|\theta - \Theta^t\|^2$, or another
+        betas: the decay rates $(\beta_1, \beta_2)$ of the moments in both Adam optimizers.
+        eps: the constant $\epsilon$ that both Adam optimizers add to the denominator of a step.
+        projection: the fraction $\gamma \in [0, 1]$ of the motion along $\theta - \Theta^t$ that is removed from the
+            control point.
+        proximal: the weight $\mu$ of the proximal term $\tfrac{\mu}{2} \|\theta - \Theta^t\|^2$, or another
             [`ProximalTerm`][manifoldagg.curves.ProximalTerm], such as
             [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal].
         sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for sharpness-aware gradients.
         as_printed: whether Adam applies its bias correction to the server's moments.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range. The error message contains the name of the option.
 
     Source: Report (24), (28), (30), Algorithm 2.
 

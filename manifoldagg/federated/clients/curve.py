@@ -30,20 +30,22 @@ __all__ = ["Curve"]
 class Curve(BaseTrainer):
     r"""Trainer that learns a curve or another embedding in two phases.
 
-    The payload contains all control points except the first.
-
     By default, the embedding is a Bézier curve. It starts at the server's model $\Theta^t$, and its last control point
-    is the local model:
+    is the local model, called the end. The trainer minimises the mean loss $\ell$ over points $\iota_\varphi(S)$ of
+    the embedding, where $\varphi$ are the control points and $S$ is a random position. A proximal term penalises the
+    distance $d$ from the server's model:
 
     $$\min_\varphi \mathbb{E}_{S \sim P} \left[ \ell(\iota_\varphi(S)) + \tfrac{\mu}{2}\, d(\iota_\varphi(S),
       \Theta^t)^2 \right], \qquad \varphi_0 = \Theta^t.$$
 
-    - In the first phase, $P$ is the point mass at the end.
+    The distribution $P$ of $S$ depends on the phase:
+
+    - In the first phase, $S$ is always the end.
     - In the second phase, $P$ is the uniform distribution on the domain of the embedding: $[0, 1]$, a tunnel, or a
       simplex.
 
-    The second phase does not evaluate the loss at the end. If the server requests buffers, the trainer therefore
-    recomputes them at the end.
+    The payload contains all control points except the first. If the server requests buffers, the trainer recomputes
+    them at the end, because the second phase does not evaluate the loss there.
 
     Args:
         degree: the degree of the curve. If `embedding` is a tunnel without a curve, the curve of the tunnel has this
@@ -54,11 +56,13 @@ class Curve(BaseTrainer):
         rate: the learning rate of the end.
         control_rate: the learning rate of the control points, as in [`Control`][manifoldagg.curves.Control].
         freeze_end: whether the end is fixed in the second phase.
-        control_start: the start of the control points, `"chord"` or `"base"`.
+        control_start: the initial inner control points of the second phase. `"chord"` spaces them equally between
+            $\Theta^t$ and the end, and `"base"` sets all of them to $\Theta^t$.
         proximal: the weight $\mu$, or a [`ProximalTerm`][manifoldagg.curves.ProximalTerm] in place of the squared
             distance.
         alternate: whether the phases alternate.
-        control_projection: $\gamma$, the projection of the control points.
+        control_projection: the fraction $\gamma \in [0, 1]$ of the motion along the chord that is removed from the
+            inner control points, as in [`Control`][manifoldagg.curves.Control].
         sampling: the kind of [`Sampling`][manifoldagg.curves.Sampling].
         samples: the number of sampled points of the curve for each batch.
         sharpness: `SAM` or `ASAM`, for sharpness-aware gradients.
@@ -68,7 +72,7 @@ class Curve(BaseTrainer):
             chord. Except for a tunnel, the rule must have the same embedding.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range. The error message contains the name of the option.
 
     Source: Manifold (6), Algorithm 2.
 

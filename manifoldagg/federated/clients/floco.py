@@ -19,13 +19,18 @@ __all__ = ["FLOCO", "Region"]
 
 @dataclass(frozen=True)
 class Region(Simplex):
-    r"""A region of a simplex: the points $(1 - \lambda)\, c + \lambda\, y$ for all y in the simplex.
+    r"""Region of a simplex, which is a smaller copy of the simplex around a centre.
+
+    The region consists of the points $(1 - \lambda)\, c + \lambda\, y$ for all points $y$ of the simplex, where $c$ is
+    the centre and $\lambda$ is the relative size. All points are given by their barycentric coordinates: n weights
+    that are non-negative and sum to 1.
 
     Args:
         space: a flat space.
         vertices: the number n of vertices.
-        centre: $c$, barycentric coordinates.
-        share: $\lambda \in [0, 1]$, the size of the region relative to the simplex. 1 selects the whole simplex.
+        centre: the n barycentric coordinates of the centre $c$.
+        share: the size $\lambda \in [0, 1]$ of the region relative to the simplex. The value 1 selects the whole
+            simplex.
 
     Example:
         >>> from manifoldagg.manifolds import Flat
@@ -59,12 +64,13 @@ class FLOCO(BaseTrainer):
         optimizer: the optimizer class, as in [`Training`][manifoldagg.curves.Training].
         rate: the learning rate.
         samples: the number of sampled points $x$ for each batch.
-        proximal: $\mu$ of $\tfrac{\mu}{2}\, \|\sum_j x_j \Phi_j - \Theta^t\|^2$, or a
+        proximal: the weight $\mu$ of the proximal term $\tfrac{\mu}{2}\, \|\sum_j x_j \Phi_j - \Theta^t\|^2$, where
+            $\Theta^t$ is the server's model. Alternatively, another
             [`ProximalTerm`][manifoldagg.curves.ProximalTerm].
         sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for sharpness-aware gradients.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range. The error message contains the name of the option.
 
     Source: Grinwald, Wiesner, Nakajima 2024, Algorithm 1.
 

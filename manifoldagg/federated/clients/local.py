@@ -32,14 +32,15 @@ class Local(BaseTrainer):
 
     Args:
         epochs: the number of passes over the client's batches.
-        steps: the number of optimizer steps, in place of `epochs`.
+        steps: the number of optimizer steps. If `steps` is given, the trainer ignores `epochs`.
         optimizer: the optimizer class, as in [`Training`][manifoldagg.curves.Training].
         rate: the learning rate.
-        proximal: $\mu$, or a [`ProximalTerm`][manifoldagg.curves.ProximalTerm] in place of the squared distance.
+        proximal: the weight $\mu$ of the squared distance, or a
+            [`ProximalTerm`][manifoldagg.curves.ProximalTerm] in place of the squared distance.
         sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for sharpness-aware gradients.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range. The error message contains the name of the option.
 
     Source: Manifold (6) with S = 1; FedProx (Li et al. 2020).
 

@@ -16,36 +16,40 @@ __all__ = ["LorentzProximal"]
 
 @dataclass(frozen=True)
 class LorentzProximal:
-    r"""Proximal term $\tfrac{\mu}{2} \exp(d^2 / \sigma)$ of the squared Lorentz distance $d^2$ of two lifted models.
+    r"""Proximal term $\tfrac{\mu}{2} \exp(d^2 / \sigma)$ of FedMRUR, which pulls a local model to the server's model.
 
-    A model is lifted to $\pi(\theta) = (\sqrt{\beta + \|\theta\|^2},\, \theta)$, where
-    $\langle x, x\rangle_L = -x_0^2 + \sum_i x_i^2 = -\beta$. With $\delta = \theta - \Theta$ and the first coordinates
-    $r$ and $q$ of the two lifted models,
+    $\theta$ is the local model, $\Theta$ is the server's model, and $d$ is their Lorentz distance on a hyperboloid. A
+    model is lifted to the hyperboloid by $\pi(\theta) = (\sqrt{\beta + \|\theta\|^2},\, \theta)$. The Lorentz product
+    of every lifted model with itself is $\langle x, x\rangle_L = -x_0^2 + \sum_i x_i^2 = -\beta$. Let
+    $\delta = \theta - \Theta$, and let $r$ and $q$ be the first coordinates of $\pi(\theta)$ and $\pi(\Theta)$. Then
 
     $$d^2 = \|\pi(\theta) - \pi(\Theta)\|_L^2 = \|\delta\|^2 - w^2, \qquad
       w = r - q = \frac{\langle\delta, \theta + \Theta\rangle}{r + q}.$$
 
-    The rounding error of this form is of order $\varepsilon \|\delta\|^2$, even if the models are close to one another
-    and far from 0. The equivalent form $-2\beta - 2\langle\pi(\theta), \pi(\Theta)\rangle_L$ would lose these digits to
-    cancellation.
-
     The gradient is $\tfrac{\mu}{\sigma} \exp(d^2 / \sigma)\,(\delta - \tfrac{w}{r}\,\theta)$. At $\theta = \Theta$, the
     value is $\mu / 2$ and the gradient is 0.
 
-    `LorentzProximal` is a [`ProximalTerm`][manifoldagg.curves.ProximalTerm]. The option `proximal` of trainers and of
-    [`Training`][manifoldagg.curves.Training] accepts it. For example, the local training of FedMRUR is
+    Near $\theta = \Theta$, the term is to second order the constant $\mu / 2$ plus an ordinary proximal term. This
+    ordinary term has the weight $\mu / \sigma$ in the metric of the hyperboloid. In this metric, lengths along
+    $\theta$ are shorter by the factor $\sqrt\beta / r$.
+
+    The class evaluates the last formula for $w$, which is numerically stable. The rounding error of $d^2$ is of order
+    $\varepsilon \|\delta\|^2$, where $\varepsilon$ is the machine precision. This also holds if the two models are
+    close to one another and far from 0. In this case, the equivalent formula
+    $d^2 = -2\beta - 2\langle\pi(\theta), \pi(\Theta)\rangle_L$ would lose accuracy to cancellation.
+
+    `LorentzProximal` is a [`ProximalTerm`][manifoldagg.curves.ProximalTerm]. Pass an instance as the option `proximal`
+    of a trainer or of [`Training`][manifoldagg.curves.Training]. For example, the local training of FedMRUR is
     `Local(proximal=LorentzProximal(0.01))`.
 
-    To second order, the term is $\tfrac{\mu}{2}$ plus a proximal term with the weight $\mu / \sigma$ in the metric of
-    the hyperboloid. In this metric, lengths along $\theta$ are shorter by the factor $\sqrt\beta / r$.
-
     Args:
-        weight: $\mu \ge 0$.
-        variance: $\sigma > 0$.
-        offset: $\beta > 0$.
+        weight: the weight $\mu \ge 0$ of the term.
+        variance: the scale $\sigma > 0$ of the squared distance in the exponent. A smaller scale makes the term grow
+            faster with the distance.
+        offset: the offset $\beta > 0$ of the hyperboloid. $\sqrt\beta$ is the first coordinate of the lifted model 0.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range. The error message contains the name of the option.
 
     Source: Report (24)-(27), after An et al. 2023 (FedMRUR) and Law et al. 2019.
 
@@ -66,11 +70,11 @@ class LorentzProximal:
         check_number("offset", self.offset, above=0)
 
     def __call__(self, theta: Float[Tensor, " P"], base: Float[Tensor, " P"]) -> Float64[Tensor, ""]:
-        r"""Return the value of the term, which is differentiable. If the value overflows, it is infinite.
+        r"""Return the value of the term as a differentiable scalar, or infinity if the value overflows.
 
         Args:
-            theta: $\theta$.
-            base: $\Theta$.
+            theta: the local model $\theta$.
+            base: the server's model $\Theta$.
         """
         square, _, _ = self._parts(theta, base)
         if self.weight == 0:
@@ -78,10 +82,16 @@ class LorentzProximal:
         return 0.5 * self.weight * (square / self.variance).exp()
 
     def gradient(self, theta: Float[Tensor, " P"], base: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-        r"""Return the gradient in $\theta$, in the dtype of `theta`, with one read and one write of the model.
+        r"""Return the gradient of the term with respect to $\theta$, in the dtype of `theta`.
+
+        Args:
+            theta: the local model $\theta$.
+            base: the server's model $\Theta$.
 
         Raises:
             DivergenceError: if the gradient overflows, because the models are too far apart for this $\sigma$.
+
+        Cost: one read and one write of the model.
         """
         theta = theta.detach()
         base = base.detach()
@@ -97,7 +107,7 @@ class LorentzProximal:
         return combine(None, [theta, theta], [size, -size * w / r], minus=[base, None])
 
     def _parts(self, theta: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r"""Return $d^2$, $w$ and $r$."""
+        r"""Return $d^2$, $w$ and $r$, which are defined in the class docstring."""
         inner = gram([theta, theta, base], minus=[base, None, None])[0]
         r = (self.offset + inner[1, 1]).sqrt()
         q = (self.offset + inner[2, 2]).sqrt()

@@ -21,22 +21,31 @@ __all__ = ["ControlVariate", "Normalised"]
 
 @dataclass(frozen=True)
 class ControlVariate(BaseTrainer):
-    r"""Trainer of MasFL, with momentum and a control variate.
+    r"""Trainer for the rule MasFL, which takes gradient steps with momentum and a control variate.
 
-    The trainer takes K steps
-    $\theta \leftarrow \theta - \eta \big(\beta\,(\nabla F(\theta) - c_i + c) + (1 - \beta)\, g\big)$.
+    The trainer takes K steps from the server's model. In the formula, $\theta$ is the local model, $\nabla F$ is the
+    gradient of the client's loss on a batch, and $\eta$ is the learning rate:
 
-    The message contains $\beta c + (1 - \beta) g$, $\beta$, and $c_i$. If $c_i$ is missing, it is 0. The payload
-    contains the local model and the mean `gradient` of the K steps. If the number `opening` in the message is not 0,
-    the trainer only computes the mean of K gradients at the start, and takes no steps.
+    $$\theta \leftarrow \theta - \eta \big(\beta\,(\nabla F(\theta) - c_i + c) + (1 - \beta)\, g\big).$$
+
+    The remaining symbols come from the server's message:
+
+    - $c_i$ is the control variate of this client. It is 0 if the message does not contain it.
+    - $c$ is the mean of the control variates of all clients, and $g$ is the momentum. The message contains their
+      combination $\beta c + (1 - \beta) g$ as one tensor.
+    - $\beta$ is the momentum coefficient.
+    - The number `opening` is not 0 if the server requests an initial gradient. In this case, the trainer takes no
+      steps. It only computes the mean of K gradients at the server's model.
+
+    The payload contains the local model, and the mean of the K gradients as the tensor `gradient`.
 
     Args:
         epochs: the number of passes over the client's batches.
-        steps: K, in place of `epochs`.
-        rate: $\eta$.
+        steps: the number K of steps. If `steps` is given, the trainer ignores `epochs`.
+        rate: the learning rate $\eta > 0$.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range. The error message contains the name of the option.
 
     Source: MasFL, Algorithm 2.
 
@@ -66,15 +75,23 @@ class ControlVariate(BaseTrainer):
 
 @dataclass(frozen=True)
 class Normalised(BaseTrainer):
-    r"""Trainer of AdaMasFL, with normalised steps.
+    r"""Trainer for the rule AdaMasFL, which takes steps of a fixed length.
 
-    The trainer takes K steps $\theta \leftarrow \theta - \eta\, g_i / \|g_i\|$ with
-    $g_i = \beta (\nabla F - c_i + c) + (1 - \beta) g$.
+    The trainer takes K steps of the length $\eta$ from the server's model:
 
-    The message contains K and $\eta$, so the trainer has no options. The payload contains the local model and the mean
-    `gradient`. If $\|g_i\| = 0$, the training ends, and the mean includes the gradients up to this step. Before a norm
-    is computed, the vector is scaled by a power of 2 close to its largest entry. The norms of very large or very small
-    gradients therefore neither overflow nor underflow.
+    $$\theta \leftarrow \theta - \eta\, \frac{g_i}{\|g_i\|}, \qquad
+      g_i = \beta\, (\nabla F(\theta) - c_i + c) + (1 - \beta)\, g.$$
+
+    $\theta$ is the local model, and $\nabla F$ is the gradient of the client's loss on a batch. The control variates
+    $c_i$ and $c$, the momentum $g$ and its parameter $\beta$ come from the server's message, as in
+    [`ControlVariate`][manifoldagg.federated.clients.ControlVariate]. The message also contains K and $\eta$, so the
+    trainer has no options.
+
+    The payload contains the local model, and the mean of the gradients as the tensor `gradient`. If $\|g_i\| = 0$, the
+    training ends early, and the mean includes the gradients up to this step.
+
+    The norm of a very large or very small gradient neither overflows nor underflows. To achieve this, the trainer
+    scales the vector by a power of 2, close to the inverse of the largest entry, before it computes the norm.
 
     Source: MasFL, Algorithm 4.
 
@@ -112,14 +129,16 @@ class Normalised(BaseTrainer):
 
 
 def _rate_and_steps(message: Message) -> tuple[float, int]:
-    r"""Return $\eta$ and K of a message of AdaMasFL."""
+    r"""Return the learning rate $\eta$ and the number K of steps in a message of AdaMasFL."""
     if missing := {"rate", "steps"} - message.numbers.keys():
         raise ArgumentError(f"message: expected one of AdaMasFL, got numbers without {', '.join(sorted(missing))}")
     return message.numbers["rate"], int(message.numbers["steps"])
 
 
 def _control_variate_steps(task: TrainingTask, phases: Phases, advance: Callable[[Tensor, Tensor], bool]) -> Payload:
-    r"""Run local steps along $\beta (\nabla F - c_i + c) + (1 - \beta) g$, scaled by `advance`.
+    r"""Run local steps along the direction $\beta (\nabla F - c_i + c) + (1 - \beta) g$.
+
+    The symbols are defined in `ControlVariate`. The function `advance` determines the length of each step.
 
     Args:
         task: the task, with a message of a rule with control variates, on a flat space.

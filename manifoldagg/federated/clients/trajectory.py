@@ -35,14 +35,14 @@ class Trajectory(Local):
     the rate times the number of steps.
 
     Args:
-        degree: n, at most 10. With `pieces`, `degree` is ignored.
+        degree: the degree n of the curve, at most 10. If `pieces` is given, the trainer ignores `degree`.
         time: the quantity to which $u_k \in [0, 1]$ is proportional: the number of `"steps"` or the `"length"` of the
             path.
-        pieces: m, the number of points. This option requires `time="steps"`. If `batches` has no length, an additional
-            pass counts the batches.
+        pieces: the number m of returned points. This option requires `time="steps"`. If `batches` has no length, the
+            trainer counts the batches in an additional pass.
 
     Raises:
-        ArgumentError: if an option is out of range. The message names it.
+        ArgumentError: if an option is out of range. The error message contains the name of the option.
 
     Cost: no additional gradients. The trainer needs more memory than `Local`:
 
