@@ -1,26 +1,27 @@
-r"""What corrections do to one step: Manifold, Figure 1; Report, Figures 1 and 3.
+r"""Measure the effect of corrections on a single step: Manifold, Figure 1; Report, Figures 1 and 3.
 
     python benchmarks/papers/corrections.py [--task digits|mnist] [--seeds 5] [--updates 800] [--looks 40]
 
-An asynchronous run goes its way. At some updates the stale update that arrives is read as every correction would read
-it, none of which is taken but the run's own: the loss on the test samples, and on the training samples of the client,
-of the model that each would give, less that of the tangent reading. Steps are as long as four ways say:
+The script runs an asynchronous simulation and stops at equally spaced updates. At each stop it applies every
+correction to the arriving stale update. Only the correction of the run itself changes the server model. For each
+correction, the script records the loss of the resulting model minus the loss with the tangent reading. It evaluates
+the loss on the test samples and on the client's training samples. Four step lengths are compared:
 
-* *rate*: $\rho\,\pi v$, the step of the run, with its $\rho$;
-* *length*: $\rho\,\|v\|\,\pi v / \|\pi v\|$, all of one length;
-* *tenth*: $0.1\,\pi v$, whatever the rate has fallen to;
-* *whole*: $\pi v$, the candidate.
+* *rate*: $\rho\,\pi v$, the step of the run with its rate $\rho$.
+* *length*: $\rho\,\|v\|\,\pi v / \|\pi v\|$, the same length for all corrections.
+* *tenth*: $0.1\,\pi v$, independent of the current rate.
+* *whole*: $\pi v$, the full corrected displacement.
 
-Corrections with a memory see all updates of the run. *fresh* is no correction: the client trains once more, from the
-current model, with the same batches, which is what a correction stands in for.
+Stateful corrections process all updates of the run. *fresh* is the reference without staleness: the client trains
+again from the current model with the same batches. A correction approximates this result.
 
-Curves have a control point fitted to the path of training (least squares), or learned in five more epochs at a tenth
-of the rate, as in the Report. At parts .1, .25, .5 of the length of the chord the loss on the curve is read less that
-on the chord: where the client started (*no delay*), and at the current model, for each way to bring end and control
-point there.
+A curve has a control point. The control point is fitted to the training path by least squares, or learned in five more
+epochs at a tenth of the rate, as in the Report. The script compares the loss on the curve with the loss on the chord
+at 0.1, 0.25 and 0.5 of the chord length. It does so at the client's base model (*no delay*), and at the current model
+for each method of moving the end point and the control point there.
 
-Runs: FedAsync and ASGD move the model, with a rate that falls to 0 or stays. Phases are thirds of a run. A number is
-the mean over seeds of the means of a phase, with Student's interval of 95 % over the seeds.
+FedAsync and ASGD move the server model, with a rate that falls to 0 or a constant rate. Each phase is one third of a
+run. The script averages each phase within a seed. It reports the mean over the seeds with the 95 % Student interval.
 """
 
 import argparse
@@ -69,10 +70,13 @@ PLACES = (
 LOSSES = ("test", "client")
 PARTS = (0.1, 0.25, 0.5)
 TESTED = 600
-"""Held-out samples that a loss is read on, at most."""
+"""Maximum number of held-out samples for evaluating a loss."""
 RATE = 3.0
 ROUNDING = 1e-3
-"""Of a client's step: on some processors sums depend on where in memory they begin, and training on sums."""
+"""Tolerance for repeated training, relative to the length of the client's step.
+
+On some processors, the rounding of a sum depends on memory alignment. Training is therefore not bitwise reproducible.
+"""
 STATELESS: Mapping[str, Correction] = {
     "tangent": Tangent(),
     "position": Position(),
@@ -92,7 +96,7 @@ REMEMBERING: Mapping[str, Correction] = {
 }
 CARRIERS: Mapping[str, Correction] = {"FedAsync": Position(), "ASGD": Tangent()}
 REPORTED = ("tangent", "position", "OrthoDC(0)", "OrthoPos", "DC-ASGD-a, λ₀ = 5")
-"""Those of the Report's Figure 1; OrthoGrad is OrthoDC(0)."""
+"""Corrections in Figure 1 of the Report, where OrthoDC(0) is called OrthoGrad."""
 BINS = 10
 FIGURE = ("position", "OrthoDC(0)", "OrthoPos", "OrthoDC(1)", "OrthoDC(auto)", "DC-ASGD-a, λ₀ = 5", "fresh")
 WAYS = (
@@ -108,13 +112,13 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Watched(rules.AsyncCorrected):
-    """`AsyncCorrected` that shows each update to `look` before it takes it."""
+    """`AsyncCorrected` that passes each update to the callback `look` before the step."""
 
     accepts_tensor_lists: ClassVar[bool] = False
     look: Callable[[Update, float, int], None] | None = field(default=None, compare=False, kw_only=True)
 
     def step(self, space: Any, state: Any, update: Update, *, out: Any = None) -> tuple[Any, Outcome]:
-        """The step, after a look."""
+        """Call `look` and take the step."""
         if self.look is not None:
             version = state["version"]
             self.look(update, min(1.0, update.weight * rate_at(self.rate, version)), version)
@@ -122,13 +126,13 @@ class Watched(rules.AsyncCorrected):
 
 
 class Looks:
-    """What is seen in a run.
+    """Observer that applies all corrections to selected updates of a run.
 
     Args:
-        federation: of the run.
-        every: how many updates from one look to the next.
-        local: what clients do.
-        curves: what they would do to send a curve.
+        federation: the federated data set of the run.
+        every: the number of updates between two observations.
+        local: the trainer of the run.
+        curves: the curve trainers by name.
     """
 
     def __init__(
@@ -153,7 +157,7 @@ class Looks:
         self.seen: list[dict[str, Any]] = []
 
     def look(self, update: Update, rho: float, version: int) -> None:
-        """At an update that arrives, before it is taken."""
+        """Update the stateful corrections, and record an observation if one is due."""
         client = update.client
         nth = self._answers[client]
         self._answers[client] += 1
@@ -231,7 +235,7 @@ class Looks:
 
     @staticmethod
     def _ways(control: Tensor, base: Tensor, end: Tensor, now: Tensor, strict: Tensor) -> dict[str, Tensor]:
-        """The control point at the current model, for each way to bring it there."""
+        """Return the control point at the current model for each method of moving it there."""
         middle = (base + end) / 2
         aligned = OrthoDC(1.0).apply(Frame.of_points([control, end], base, now)).displacements()[0]
         return {
@@ -252,7 +256,7 @@ class Looks:
 
 
 def once(given: argparse.Namespace, carrier: str, falling: bool, seed: int) -> list[dict[str, Any]]:
-    """What is seen in one run."""
+    """Return the observations of one run."""
     source = "digits" if given.task == "digits" else f"idx:{given.data / 'mnist'}"
     split = partial(dirichlet_partition, concentration=0.5)
     federation = FederatedDataset.split(load_dataset(source), CLIENTS, partition=split, seed=seed)
@@ -273,7 +277,7 @@ Looked = list[dict[str, Any]]
 
 
 def by_phase(looks: Looked, updates: int, value: Callable[[dict[str, Any]], float], parts: int = 3) -> list[float]:
-    """The mean in each part of a run."""
+    """Return the mean of `value` in each of `parts` equal parts of a run."""
     found: list[list[float]] = [[] for _ in range(parts)]
     for look in looks:
         found[min(parts * (look["updates"] - 1) // updates, parts - 1)].append(value(look))
@@ -283,18 +287,18 @@ def by_phase(looks: Looked, updates: int, value: Callable[[dict[str, Any]], floa
 def over_seeds(
     runs: list[Looked], updates: int, value: Callable[[dict[str, Any]], float], parts: int = 3
 ) -> list[list[float]]:
-    """For each part of a run, the mean in it for each seed."""
+    """Return the means of `value` for each part of a run, as one list over the seeds per part."""
     return [[*each] for each in zip(*(by_phase(looks, updates, value, parts) for looks in runs), strict=True)]
 
 
 def stepped(name: str, step: str, loss: str) -> Callable[[dict[str, Any]], float]:
-    """What a correction gains or loses on the tangent reading."""
+    """Return a function that computes the loss of a correction minus the loss of the tangent reading."""
     at = LOSSES.index(loss)
     return lambda look: look["steps"][name][step][at] - look["steps"]["tangent"][step][at]
 
 
 def bent(kind: str, way: str, parts: tuple[float, ...], loss: str) -> Callable[[dict[str, Any]], float]:
-    """What a curve gains or loses on its chord."""
+    """Return a function that computes the mean loss on a curve minus the mean loss on its chord."""
     at = LOSSES.index(loss)
     chord = way.partition(",")[0]
     return lambda look: statistics.fmean(
@@ -303,7 +307,10 @@ def bent(kind: str, way: str, parts: tuple[float, ...], loss: str) -> Callable[[
 
 
 def placed(way: str, other: str, loss: str) -> Callable[[dict[str, Any]], float]:
-    """What one way to place the control point of a learned curve gains or loses on another; their chords are one."""
+    """Return a function that computes the difference in loss between two placements of a learned control point.
+
+    Both curves must have the same chord.
+    """
     at = LOSSES.index(loss)
     return lambda look: statistics.fmean(
         look["curves"]["learned"][way][str(r)][at] - look["curves"]["learned"][other][str(r)][at] for r in PARTS
@@ -311,7 +318,10 @@ def placed(way: str, other: str, loss: str) -> Callable[[dict[str, Any]], float]
 
 
 def relative(name: str, step: str) -> Callable[[dict[str, Any]], float]:
-    """The place of a method between the best, 0, and the worst, 1, of those in the Report's figure."""
+    """Return a function that computes the relative loss of a method among the methods of the Report's Figure 1.
+
+    The best method has value 0 and the worst method has value 1.
+    """
 
     def value(look: dict[str, Any]) -> float:
         seen = {one: look["steps"][one][step][0] for one in REPORTED}
@@ -322,7 +332,7 @@ def relative(name: str, step: str) -> Callable[[dict[str, Any]], float]:
 
 
 def summary(runs: list[Looked], updates: int) -> dict[str, Any]:
-    """The numbers of a carrier, for each phase one of each seed."""
+    """Return all statistics of a carrier, as one value per seed for each phase."""
     names = [name for name in runs[0][0]["steps"] if name != "tangent"]
     kinds = [*runs[0][0]["curves"]]
     told: dict[str, Callable[[dict[str, Any]], float]] = {
@@ -378,7 +388,10 @@ def summary(runs: list[Looked], updates: int) -> dict[str, Any]:
 
 
 def falls(runs: list[Looked], updates: int, kind: str, loss: str) -> list[list[float]]:
-    """By how much the loss falls from where the client started, along a curve or (`kind` is empty) along the chord."""
+    """Return the decrease of the loss from the client's base model.
+
+    The decrease is measured along a curve, or along the chord if `kind` is empty.
+    """
     at = LOSSES.index(loss)
 
     def fall(look: dict[str, Any]) -> float:
@@ -389,12 +402,12 @@ def falls(runs: list[Looked], updates: int, kind: str, loss: str) -> list[list[f
 
 
 def cells(values: list[list[float]], digits: int = 2, scale: float = 1e3) -> list[str]:
-    """A cell for each phase."""
+    """Format one table cell per phase."""
     return [cell(each, digits, scale) for each in values]
 
 
 def page(found: Mapping[str, dict[str, Any]]) -> list[str]:
-    """The tables of all carriers."""
+    """Return the parts of the result page for all carriers."""
     parts = [
         "Losses are in thousandths, less those of the tangent reading of the same update; an asterisk where the "
         "interval of 95 % leaves out 0. Less is better."
@@ -431,7 +444,7 @@ def page(found: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def draw(found: Mapping[str, dict[str, Any]], path: Path) -> None:
-    """Each correction less the tangent reading, along the run."""
+    """Plot the loss of each correction minus the loss of the tangent reading along the run."""
     figure = new_figure(4.2 * len(found), 6.4)
     axes = figure.subplots(2, len(found), squeeze=False, sharex=True)
     for column, (name, told) in enumerate(found.items()):
@@ -452,7 +465,7 @@ def draw(found: Mapping[str, dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Run what has not been, and write the tables."""
+    """Execute the missing runs, and write the tables and the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=("digits", "mnist"), default="digits")
     parser.add_argument("--data", type=Path, default=Path("build/data"))
@@ -462,7 +475,7 @@ def main() -> None:
     parser.add_argument("--schedules", default="falling,constant")
     parser.add_argument("--carriers", default=",".join(CARRIERS))
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="a folder; each schedule has files of its own there")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="output directory; each schedule has its own files")
     parser.add_argument("--parts", type=Path, default=Path("build/papers/corrections"))
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,23 +1,24 @@
-r"""Curved leaves by their geometry, or as flat numbers: the same asynchronous task, three treatments.
+"""Compare three treatments of curved leaves on one asynchronous task: Riemannian, projected and flat.
 
     python benchmarks/papers/curved.py [--models sphere,rotation] [--rules tangent] [--seeds 5]
 
-Networks for the digits, each with leaves of one kind:
+The models are networks for the digits data set. Each model has leaves of one kind:
 
-* *sphere*: the weights of every hidden unit and of every score are unit vectors, with a length beside them;
-* *rotation*: between two hidden layers the features are turned, by a point of SO(16).
+* *sphere*: the weight vectors of all hidden and output units are unit vectors. Each unit has a separate scale.
+* *rotation*: a point of SO(16) rotates the features between two hidden layers.
 
-Treatments of the same weights, from the same initial model:
+The treatments start from the same initial model:
 
-* *geometry*: clients take Riemannian steps (of SGD, as all here: Adam's second moments are others on a manifold); the
-  server corrects, transports and steps on the manifold;
-* *projected*: clients as before; the server steps on the numbers, as if they were flat, and then goes to the nearest
-  point of the manifold;
-* *flat*: no constraint, neither on clients nor on the server.
+* *geometry*: clients run Riemannian SGD. The server corrects, transports and steps on the manifold. All treatments use
+  SGD, because the second moments of Adam differ between a manifold and a flat space.
+* *projected*: clients run Riemannian SGD. The server steps in the ambient space and projects the result to the
+  nearest point of the manifold.
+* *flat*: neither the clients nor the server apply a constraint.
 
-The local rate is searched first, then the server's rate from the best of these, by the same line search for all, on
-validation samples of seeds that no test uses. Accuracies are means over the last quarter of the updates. Beside them,
-in runs with *geometry*: how far apart the two servers' models of the same update are, as a part of the step.
+The script first searches the local rate, and then the server rate at the best local rate. Both searches are identical
+for all treatments. They use validation samples of seeds that no test run uses. An accuracy is a mean over the last
+quarter of the updates. Runs of *geometry* also record the distance between the *geometry* and *projected* models after
+the same update, relative to the length of the step.
 """
 
 import argparse
@@ -51,7 +52,7 @@ CLASSES = 10
 
 
 class Spherical(nn.Module):
-    """Two dense layers, the weights of each unit a unit vector, with a length beside it."""
+    """Network with two dense layers, unit weight vectors and one scale per unit."""
 
     def __init__(self, curved: bool) -> None:
         super().__init__()
@@ -63,13 +64,13 @@ class Spherical(nn.Module):
         self.offset = nn.Parameter(torch.zeros(CLASSES))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores."""
+        """Return the class scores."""
         hidden = torch.relu(self.lengths * (x.flatten(1) @ self.first.T) + self.bias)
         return self.scale * (hidden @ self.second.T) + self.offset
 
 
 class Turned(nn.Module):
-    """Three dense layers, of which the middle one turns its features."""
+    """Network with three dense layers, the second of which rotates its features."""
 
     def __init__(self, curved: bool) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class Turned(nn.Module):
         self.last = nn.Linear(16, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores."""
+        """Return the class scores."""
         hidden = torch.relu(self.first(x.flatten(1)))
         scores: Tensor = self.last(torch.relu(hidden @ self.turn + self.bias))
         return scores
@@ -90,7 +91,7 @@ class Turned(nn.Module):
 def _leaf(weights: Tensor, space: Any) -> nn.Parameter:
     leaf = nn.Parameter(weights)
     if space is not None:
-        leaf.manifold = space  # type: ignore[attr-defined]  # as a `geoopt.ManifoldParameter` brings it
+        leaf.manifold = space  # type: ignore[attr-defined]  # the attribute that `geoopt.ManifoldParameter` has
     return leaf
 
 
@@ -99,16 +100,16 @@ MODELS: Mapping[str, type[nn.Module]] = {"sphere": Spherical, "rotation": Turned
 
 @dataclass(frozen=True)
 class Projected(rules.AsyncCorrected):
-    """The step of `AsyncCorrected` on the numbers as they are, and then to the nearest point of the space."""
+    """`AsyncCorrected` that steps in the ambient space and projects the result to the manifold."""
 
     accepts_tensor_lists: ClassVar[bool] = False
 
     def init(self, space: Any, start: Any) -> Any:
-        """As on a flat space."""
+        """Initialise the state for a flat space."""
         return super().init(Flat(len(start)), start)
 
     def step(self, space: Any, state: Any, update: Update, *, out: Any = None) -> tuple[Any, Outcome]:
-        """The flat one, projected."""
+        """Take the flat step and project the new model."""
         after, outcome = super().step(Flat(len(update.current)), state, update)
         model = space.project(outcome.model)
         return after, replace(outcome, model=model if out is None else out.copy_(model))
@@ -116,13 +117,13 @@ class Projected(rules.AsyncCorrected):
 
 @dataclass(frozen=True)
 class Geometry(rules.AsyncCorrected):
-    """`AsyncCorrected` that notes by how much `Projected` differs, as a part of the step."""
+    """`AsyncCorrected` that records its relative distance to the `Projected` step."""
 
     accepts_tensor_lists: ClassVar[bool] = False
     noted: list[float] | None = field(default=None, compare=False, kw_only=True)
 
     def step(self, space: Any, state: Any, update: Update, *, out: Any = None) -> tuple[Any, Outcome]:
-        """The step, with a look at the other."""
+        """Take the step. At every tenth version, compare it with the `Projected` step if the update is stale."""
         other = None
         if self.noted is not None and update.staleness > 0 and state["version"] % 10 == 0:
             other = Projected(self.rate, correction=self.correction).step(space, {**state}, update)[1].model
@@ -143,7 +144,7 @@ def once(
     seed: int,
     updates: int,
 ) -> dict[str, Any]:
-    """Late accuracy of a run; where it fails, 0."""
+    """Return the tail accuracy and the diagnostics of one run. A run that diverges has tail accuracy 0."""
     validating = seed >= min(VALIDATION)
     federation = FederatedDataset.split(
         replace(digits, model=partial(MODELS[model], treatment != "flat")),
@@ -175,7 +176,7 @@ def once(
 
 
 def main() -> None:
-    """Search, run what has not been, and write the tables."""
+    """Tune the rates, execute the missing runs, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rules", default="tangent")
@@ -218,7 +219,7 @@ def main() -> None:
 
 
 def page(found: Mapping[str, Any]) -> list[str]:
-    """The tables."""
+    """Return the parts of the result page."""
     rows = []
     apart = []
     for name, treated in found.items():

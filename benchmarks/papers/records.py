@@ -1,4 +1,4 @@
-"""What the scripts here share: parts that are kept as they are done, intervals over seeds, results that say whence."""
+"""Shared helpers: cached partial results, confidence intervals over seeds, and result files with metadata."""
 
 import hashlib
 import json
@@ -23,17 +23,20 @@ RESULTS = HERE.parent / "results" / "papers"
 
 
 class Parts:
-    """Parts of a result, each kept in a file of its own once it is done, and not done again.
+    """Cache of partial results. Each partial result is stored in its own JSON file.
 
     Args:
-        folder: where they lie.
+        folder: the directory of the cache files.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def of(self, settings: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-        """What `make` returns, for JSON; the same as was kept, where a part of these settings and versions was."""
+        """Return the cached result of these settings, or call `make` and store what it returns.
+
+        The cache key consists of `settings` and the package versions. `make` must return a JSON-serialisable value.
+        """
         known = {"settings": dict(settings), "versions": versions()}
         name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
         path = self._folder / f"{name}.json"
@@ -48,14 +51,14 @@ class Parts:
 
 
 def command() -> str:
-    """The line that this process was begun with."""
+    """Return the command line that started this process."""
     script = Path(sys.argv[0]).resolve()
     name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
     return shlex.join(["python", name, *sys.argv[1:]])
 
 
 def cell(values: Sequence[float], digits: int, scale: float = 1.0) -> str:
-    """The mean over seeds with Student's interval of 95 %; an asterisk where it leaves out 0."""
+    """Format the mean over seeds with its 95 % Student interval. An asterisk marks an interval that excludes 0."""
     found: MeanCI = mean_ci([scale * value for value in values])
     if found.half_width is None:
         return f"{found.value:.{digits}f}"
@@ -64,19 +67,22 @@ def cell(values: Sequence[float], digits: int, scale: float = 1.0) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown, the first column to the left."""
+    """Format a Markdown table with a left-aligned first column."""
     lines = [headings, ["---", *("---:" for _ in headings[1:])], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def markdown(title: str, parts: Sequence[str], settings: Mapping[str, Any]) -> str:
-    """A page with a title, its parts, and how it came about."""
+    """Format a Markdown page with a title, its parts, the command line, the settings and the versions."""
     told = ", ".join(f"{name} {value}" for name, value in {**settings, **versions()}.items())
     return "\n\n".join([f"# {title}", *parts, f"`{command()}`: {told}."]) + "\n"
 
 
 def write(out: Path, result: Mapping[str, Any], settings: Mapping[str, Any], page: str) -> None:
-    """Write `out.json`, with command, settings and versions, numbers to six digits, and `out.md`."""
+    """Write the result files `out.json` and `out.md`.
+
+    `out.json` also contains the command, the settings and the versions. Its numbers have six significant digits.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     about = {"command": command(), "settings": dict(settings)}
     about |= {"versions": {"python": platform.python_version(), **versions()}, "threads": torch.get_num_threads()}
@@ -87,7 +93,7 @@ def write(out: Path, result: Mapping[str, Any], settings: Mapping[str, Any], pag
 
 
 def _short(tree: Any) -> Any:
-    """The same with its numbers rounded to six digits."""
+    """Round all floating-point numbers of a JSON tree to six significant digits."""
     if isinstance(tree, Mapping):
         return {name: _short(value) for name, value in tree.items()}
     if isinstance(tree, list | tuple):

@@ -1,18 +1,22 @@
-r"""Where tasks are sent, and what it is worth: Queue, §5.1 by update and §5.2 by time, on the digits.
+"""Compare routing probabilities on the digits data set: Queue, §5.1 (by updates) and §5.2 (by time).
 
     python benchmarks/papers/routing.py [--scenarios update:dirichlet,time:dirichlet,update:iid,time:iid] [--seeds 10]
 
-Clients are queues of a closed Jackson network, and each completed task is one stochastic gradient (Generalized
-AsyncSGD). *update* has 20 clients of rates $e^{i/100}$ with 100 tasks, and is read after `--updates` updates; *time*
-has 10 clients of each of the rates .01, .1 and 1 with 30 tasks, and is read after `--horizon` units of time. Routings
-are uniform, balanced (in proportion to the rates), and those at which descent from the uniform one ends, as in the
-paper, on G (A = 15, B = 209, L = 1, η = .01) and on H.
+The clients are the queues of a closed Jackson network. Each completed task returns one stochastic gradient
+(Generalized AsyncSGD). There are two scenarios:
 
-Each routing has its own best rate of the server, by the same line search for all, on validation samples of seeds that
-no test uses; *at one rate* all have the paper's .01. A score is the mean accuracy over the last quarter of the updates,
-or of the time; where `--model` does not say otherwise the network is a perceptron, which learns in as few updates as
-there are here. Data are split alike over clients (*iid*) or by label with Dirichlet(.5) (*dirichlet*). A gradient is
-that of a minibatch of 64.
+* *update* has 20 clients with service rates $e^{i/100}$ and a concurrency of 100. It ends after `--updates` updates.
+* *time* has 10 clients for each of the service rates 0.01, 0.1 and 1, and a concurrency of 30. It ends after
+  `--horizon` units of time.
+
+The routings are uniform, balanced (proportional to the service rates), and optimised. The optimised routings minimise
+the bounds G (A = 15, B = 209, L = 1, η = 0.01) and H by descent from the uniform routing, as in the paper.
+
+The same line search tunes the server rate of each routing, on validation samples of seeds that no test run uses. The
+columns *at one rate* use the paper's rate 0.01 for all routings. A score is the mean accuracy over the last quarter of
+the updates or of the time. The default model is a perceptron, which learns within the available updates. The clients'
+data are either identically distributed (*iid*) or partitioned by label with Dirichlet(0.5) (*dirichlet*). Each
+gradient uses a minibatch of 64 samples.
 """
 
 import argparse
@@ -51,7 +55,7 @@ VALIDATION = (100, 101)
 START = 0.04
 PAPERS_RATE = 0.01
 POINTS = 40
-"""Evaluations of a run, and places of a picture."""
+"""Number of evaluations in a run, and of points on a plotted curve."""
 CONSTANTS = {"rate": PAPERS_RATE, "smoothness": 1.0, "noise": 209.0, "gap": 15.0}
 SPLITS = {"iid": iid_partition, "dirichlet": partial(dirichlet_partition, concentration=0.5)}
 COLOURS = {"uniform": "#e69f00", "balanced": "#009e73", "G": "#cc79a7", "H": "#0072b2"}
@@ -59,13 +63,13 @@ COLOURS = {"uniform": "#e69f00", "balanced": "#009e73", "G": "#cc79a7", "H": "#0
 
 @dataclass(frozen=True)
 class Scenario:
-    """Who serves at which rate, and what runs are read along.
+    """Service rates of the clients, concurrency, and the end of a run.
 
     Attributes:
-        axis: `"update"` or `"time"`.
-        speeds: of the clients.
-        tasks: under way at any time.
-        end: so many updates, or units of time.
+        axis: `"update"` or `"time"`, the axis along which accuracy is reported.
+        speeds: the service rates of the clients.
+        tasks: the concurrency.
+        end: the number of updates, or the duration in units of time.
     """
 
     axis: str
@@ -75,13 +79,13 @@ class Scenario:
 
     @staticmethod
     def of(axis: str, updates: int, horizon: float) -> "Scenario":
-        """That of §5.1 or of §5.2."""
+        """Return the scenario of §5.1 (`"update"`) or of §5.2 (`"time"`)."""
         if axis == "update":
             return Scenario(axis, np.exp(np.arange(1, 21) / 100), 100, updates)
         return Scenario(axis, np.repeat([0.01, 0.1, 1.0], 10), 30, horizon)
 
     def routings(self) -> dict[str, np.ndarray]:
-        """By name."""
+        """Return the routing probabilities by name."""
         bounds: dict[str, Bound] = {"G": UpdateBound(self.speeds, self.tasks, **CONSTANTS, num_updates=3000)}
         if self.axis == "time":
             bounds["H"] = TimeBound(self.speeds, self.tasks, **CONSTANTS)
@@ -89,7 +93,11 @@ class Scenario:
         return {"uniform": uniform(self.speeds), "balanced": balanced(self.speeds), **found}
 
     def num_updates(self, federation: FederatedDataset, rule: Any, network: Any) -> int:
-        """Updates until the end; of a time those of the run to be, gone through without training, and one more."""
+        """Return the number of updates until the end.
+
+        On the time axis, this method simulates the schedule without training. It counts the updates until the first
+        completion after the end, including that completion.
+        """
         if self.axis == "update":
             return int(self.end)
         course = build_event_loop(federation, rule, scheduler=network, concurrency=self.tasks)
@@ -105,14 +113,17 @@ class Scenario:
             course.acknowledge(True)
 
     def curve(self, rows: list[Evaluation]) -> list[float]:
-        """Accuracy at equal parts of the way to the end: at each that of the last evaluation by then."""
+        """Return the accuracy at `POINTS` equally spaced positions up to the end.
+
+        The value at a position is the accuracy of the last evaluation at or before it.
+        """
         along = "updates" if self.axis == "update" else "time"
         places = [(i + 1) / POINTS * self.end for i in range(POINTS)]
         return [[row.accuracy for row in rows if row.value_on(along) <= place][-1] for place in places]
 
 
 def once(given: Scenario, model: str, split: str, routing: np.ndarray, rate: float, seed: int) -> dict[str, Any]:
-    """A run: accuracy along it; where it fails, none."""
+    """Return the accuracy curve and the statistics of one run. The curve of a run that diverges is 0."""
     clients = len(given.speeds)
     validating = 0.2 if seed in VALIDATION else 0.0
     federation = FederatedDataset.split(
@@ -152,12 +163,12 @@ def once(given: Scenario, model: str, split: str, routing: np.ndarray, rate: flo
 
 
 def late(found: Mapping[str, Any]) -> float:
-    """Over the last quarter of the way."""
+    """Return the mean accuracy over the last quarter of a run."""
     return statistics.fmean(found["curve"][-(POINTS // 4) :])
 
 
 def compared(scenario: Scenario, split: str, seeds: int, kept: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """What each routing is worth."""
+    """Return the properties, the tuning record and the runs of each routing."""
     found = {}
     for name, routing in scenario.routings().items():
         network = ClosedNetwork(routing, scenario.speeds, scenario.tasks)
@@ -178,7 +189,7 @@ def compared(scenario: Scenario, split: str, seeds: int, kept: Callable[..., dic
 
 
 def page(found: Mapping[str, Any]) -> list[str]:
-    """The tables."""
+    """Return the parts of the result page."""
     parts = [
         "Late accuracy in percent; differences are paired over the seeds, in percentage points, with an asterisk where "
         "the interval of 95 % leaves out 0. *Spread* is the standard deviation over the seeds, in points."
@@ -217,7 +228,7 @@ def page(found: Mapping[str, Any]) -> list[str]:
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Accuracy along the way, with one standard deviation about it."""
+    """Plot the mean accuracy curves with a band of one standard deviation."""
     figure = new_figure(4.6 * len(found), 6.4)
     axes = figure.subplots(2, len(found), squeeze=False)
     for column, (name, told) in enumerate(found.items()):
@@ -240,7 +251,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Search, run what has not been, and write the tables."""
+    """Tune the rates, execute the missing runs, and write the tables and the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenarios", default="update:dirichlet,time:dirichlet,update:iid,time:iid")
     parser.add_argument("--model", default="mlp")

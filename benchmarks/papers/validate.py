@@ -1,10 +1,10 @@
-"""Search the rates of every table of `evidence.toml` on validation seeds, and say what they are worth; no test run.
+"""Tune the rates of every table of `evidence.toml` on validation seeds. The script does not run any test seed.
 
     python benchmarks/papers/validate.py [--only digits,mnist] [--jobs 1] [--out benchmarks/results/papers]
 
-It is the search that `manifoldagg compare --tune` makes, kept in the same `.tuned`, so that nothing is done twice: what
-is decided by validation can be decided, and written down, before any test seed runs. Scores are mean accuracies over
-the last quarter of the updates, on validation samples.
+The script runs the same search as `manifoldagg compare --tune` and shares its cache `.tuned`. A comparison that runs
+later therefore reuses the rates. Decisions that depend on validation can be recorded before any test seed runs. A
+score is the mean accuracy over the last quarter of the updates, on validation samples.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SCENARIO = ("scheduler", "delays", "availability")
 
 
 def main() -> None:
-    """Print a table for each comparison and write them."""
+    """Print and write one table for each comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=HERE / "evidence.toml")
     parser.add_argument("--only", default="")
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def searched(options: Mapping[str, Any], cache: Path, workers: Any) -> Iterator[dict[str, Any]]:
-    """What `compare` would try with these options, one method after the other."""
+    """Yield the tuning record of each method that `compare` would run with these options."""
     problem = load_dataset(options["data"], options["model"])
     partition = workloads.partition(options["partition"])
     split = partial(FederatedDataset.split, problem, options["clients"], partition=partition)
@@ -78,7 +78,7 @@ def searched(options: Mapping[str, Any], cache: Path, workers: Any) -> Iterator[
 
 
 def table(told: Mapping[str, Any]) -> list[str]:
-    """The methods, the best first: with the rate that was found, and with the one it began from."""
+    """Format a table of the methods, sorted by score, with the tuned rate and the default rate of each method."""
     rows = []
     for method, search in told["methods"].items():
         if isinstance(search, dict):
