@@ -363,8 +363,8 @@ def test_the_protocol_of_asynchronous_training_uses_its_test_seeds_and_validatio
         assert (options["first_seed"], options["seeds"], options["tune_seeds"]) == (200, 5, 1), name
         assert options["tune"] == ("concurrency" not in name), name
         methods(options["methods"], options["rate"] or [])
-    for task in ("fashion", "shakespeare"):
-        parts = [tables[f"{task}-measured{kind}"] for kind in ("", "-more", "-rounds")]
+    for task in ("fashion", "shakespeare", "watch"):
+        parts = [options for name, options in tables.items() if name.startswith(f"{task}-measured")]
         chosen = [one for options in parts for one in methods(options["methods"])]
         assert len(chosen) == 11
         assert len({(options["delays"], options["duration"], options["target"]) for options in parts}) == 1

@@ -363,7 +363,7 @@ def refuses(rule):
 
 def test_the_page_lists_the_rules_that_curved_leaves_refuse():
     text = " ".join(page("rules.md").split())
-    pattern = r"The following rules reject curved parameters, and the error names the parameter: (.*?)\. (.*?)\. "
+    pattern = r"reject curved parameters with an error that names the parameter\. These rules are (.*?)\. (.*?)\. "
     whole, options = re.search(pattern, text + " ").groups()
     listed = {name.lower().removeprefix("rules.") for name in re.findall(r"`([\w.]+)`", whole)}
     assert listed == {name for name in RULES if refuses(bound(name).rule)}
