@@ -14,9 +14,9 @@ MIN_PARALLEL_SIZE = 2**22
 def prefers_numpy(tensor: Tensor) -> bool:
     """Return whether a computation on a tensor should use NumPy, with one thread, instead of PyTorch.
 
-    For a tensor of medium size, PyTorch starts several threads, although one thread would be equally fast. If other
-    processes use the CPU, the caller must wait until all threads have run. This wait can take 10 milliseconds, whereas
-    the computation itself takes 20 microseconds. NumPy avoids the wait, because it uses only the thread of the caller.
+    For a tensor of medium size, PyTorch uses several threads, although one thread would be equally fast. If other
+    processes use the CPU, the call can then take 10 milliseconds instead of 20 microseconds. NumPy uses only the thread
+    of the caller.
     """
     if (
         torch.get_num_threads() == 1
@@ -24,5 +24,5 @@ def prefers_numpy(tensor: Tensor) -> bool:
         or type(tensor) is not Tensor
     ):
         return False
-    # NumPy reads a tensor without a copy only if the tensor is a CPU tensor of one of these dtypes.
+    # NumPy is used only for contiguous CPU tensors of these two dtypes.
     return tensor.is_cpu and tensor.dtype in (torch.float32, torch.float64) and tensor.is_contiguous()
