@@ -348,7 +348,7 @@ def rewrap(page: str, width: int = 120) -> str:
 def render() -> dict[Path, str]:
     """Return the texts of all generated files."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
-    functions = (behind, cell, extreme, final, number, percent, points, ratio)
+    functions = (behind, cell, extreme, final, number, percent, points, ratio, speedup)
     context = {one.__name__: one for one in functions} | {"min": min, "max": max, "over": OVER}
     page = environment.from_string(TEMPLATE.read_text()).render(context)
     texts = {PAGE: rewrap(page), RESULTS / "pooled.md": markdown_table(pooled_table()) + "\n"}
