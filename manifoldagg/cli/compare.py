@@ -29,7 +29,6 @@ from manifoldagg.experiments.datasets import load_dataset
 from manifoldagg.experiments.default_rates import methods_with_scaled_rates
 from manifoldagg.experiments.plots import format_percent
 from manifoldagg.experiments.progress_dir import remove
-from manifoldagg.experiments.registry import methods as methods_by_name
 from manifoldagg.experiments.report import check_destination, read_report, write_report
 from manifoldagg.experiments.tuning import Tuning, tuning_seeds
 from manifoldagg.simulation.executors import processes
@@ -254,7 +253,7 @@ def compare_command(
 
     Default rates were tuned with 30 clients in flight. For other numbers of clients, the command scales the default
     rates in proportion to the stability limit, and prints the scaled rates. It does not scale rates that --rate or
-    --methods set. --tune starts with the unscaled rates.
+    --methods set. --tune starts its search at the scaled rates.
 
     The command prints a table and writes these files:
 
@@ -274,13 +273,9 @@ def compare_command(
         raise ArgumentError("only: expected --config, because --only selects its tables")
     # As with `python -m`, a user module may be in the working directory.
     sys.path.insert(0, "")
-    scaled: list[str] = []
-    if tune:
-        chosen = methods_by_name(methods, rate or [])
-    else:
-        chosen, scaled = methods_with_scaled_rates(
-            methods, rate or [], clients=clients, concurrency=concurrency, buffer=buffer
-        )
+    chosen, scaled = methods_with_scaled_rates(
+        methods, rate or [], clients=clients, concurrency=concurrency, buffer=buffer
+    )
     if name is not None and (os.sep in name or name in ("", ".", "..")):
         raise ArgumentError(f"name: expected the name of a folder in --out, got {name!r}")
     problem = load_dataset(data, model, augment)
