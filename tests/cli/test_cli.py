@@ -77,9 +77,9 @@ def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
     searched = found["settings"]["tuning"]["methods"]["FedGS"]
     tried = ", ".join(f"{one['rate']:g}" for one in searched["tried"])
     # The search starts at the default rate of 2.5 that is scaled to five clients in flight.
-    assert searched["start"] == 0.56
-    assert "0.28, 0.56, 1.12" in tried
-    assert "FedGS: default rate 2.5 scaled to 0.56" in done.stderr
+    assert searched["start"] == 1.12
+    assert "0.56, 1.12, 2.24" in tried
+    assert "FedGS: default rate 2.5 scaled to 1.12" in done.stderr
     assert f"FedGS: rate {searched['chosen']:g} of {tried} (" in done.stderr
     assert [file.name[:6] for file in (tmp_path / "runs" / ".tuned").iterdir()] == ["FedGS-"]
     for words in ("FedGS, seed 1", "4/4", "to 85%", "no plane.png", "Written to runs/here"):
