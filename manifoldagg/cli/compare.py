@@ -390,13 +390,16 @@ def comparison_table(comparison: Comparison) -> Table:
     counts = (settings["clients"], "client"), (settings["num_updates"], "update"), (seeds, "seed")
     size = ", ".join(f"{count} {word if count == 1 else word + 's'}" for count, word in counts)
     target = f"updates\nto {format_percent(settings['target'])}"
-    averages = ("avg.\nacc.", "loss", "avg.\nloss") if "averaging" in settings else ()
-    # The columns of an average replace others, so that the table fits in 80 characters.
-    best, seconds = (("best\nacc.",), ("train\ns", "eval\ns")) if not averages else ((), ())
+    primary, *others = settings.get("metrics", ["acc."])
+    averages = (f"avg.\n{primary}", "loss", "avg.\nloss") if "averaging" in settings else ()
+    # The columns of an average and of further metrics replace others, so that the table fits in 80 characters.
+    best = () if averages else (f"best\n{primary}",)
+    seconds = () if averages or others else ("train\ns", "eval\ns")
+    finals = [f"final\n{name}" for name in (primary, *others)]
     grid = new_table(
-        *("method", "final\nacc.", *averages, *best, target, "stale\nmean/max", "Gini", *seconds),
+        *("method", *finals, *averages, *best, target, "stale\nmean/max", "Gini", *seconds),
         title=f"{settings['data']['name']}: {size}",
-        caption="accuracies in %, staleness in versions",
+        caption=f"{'metrics' if 'metrics' in settings else 'accuracies'} in %, staleness in versions",
     )
     fold_names(grid, comparison.runs)
     for name, row in comparison.summary().items():
@@ -405,6 +408,7 @@ def comparison_table(comparison: Comparison) -> Table:
         grid.add_row(
             Text(name),
             _format_mean(row["final_mean"], row["final_sd"]),
+            *(_format_mean(row[f"{name}_mean"], row[f"{name}_sd"]) for name in others),
             *([] if not averages else _average_cells(row)),
             *(_format_mean(row["best_mean"], row["best_sd"]) for _ in best),
             "never" if updates is None else f"{updates:.0f}{share}",

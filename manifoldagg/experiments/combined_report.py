@@ -419,4 +419,5 @@ def _draw(combined: CombinedReport, folder: Path, axis: str) -> None:
         path = folder / f"accuracy{end}.png"
         draw_accuracy(path, rows, target=combined.targets[problem], title=problem, axis=axis, budget=budget)
         clients = {name: [run.client_accuracy for run in seeds.values()] for name, seeds in methods.items()}
-        draw_clients(folder / f"clients{end}.png", clients, title=problem)
+        metric = next(seeds[0][0].metric_name for seeds in rows.values())
+        draw_clients(folder / f"clients{end}.png", clients, title=problem, metric=metric)

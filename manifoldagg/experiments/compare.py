@@ -4,7 +4,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from manifoldagg.federated.server.client_sampling import sampler_for
 from manifoldagg.federated.stability import has_buffer
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.availability import Availability
-from manifoldagg.simulation.cost import StartEvaluation
-from manifoldagg.simulation.dataset import FederatedDataset, LabelledDataset, check_dataset
+from manifoldagg.simulation.cost import Evaluation, StartEvaluation
+from manifoldagg.simulation.dataset import DEFAULT_METRICS, FederatedDataset, LabelledDataset, check_dataset
 from manifoldagg.simulation.delays import Delays
 from manifoldagg.simulation.engine import TASK_COSTS, UpdateEvent, run
 from manifoldagg.simulation.event_loop import DispatchEvent, build_event_loop
@@ -96,7 +96,7 @@ class Comparison:
     def log(self) -> list[dict[str, object]]:
         """Return a row for each evaluation with its method and seed. Equal settings give bit-identical rows."""
         return [
-            {"method": name, "seed": seed} | asdict(row)
+            {"method": name, "seed": seed} | row.asdict()
             for name, runs in self.runs.items()
             for seed, run_ in zip(self.settings["seeds"], runs, strict=True)
             for row in run_.evaluations
@@ -266,6 +266,7 @@ def compare(
             "eval_every": eval_every,
             **_given(duration=duration, buffer=buffer, refill=refill, averaging=stable_repr(averaging)),
             **_given(eval_starts=eval_starts or None, augment=stable_repr(dataset.augment)),
+            **_given(metrics=None if dataset.metrics == DEFAULT_METRICS else list(dataset.metrics)),
             "tuning": tuned,
             "methods": {
                 one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in methods
@@ -417,6 +418,7 @@ def _summarise(runs: Sequence[RunResult], target: float) -> dict[str, float | in
     return {
         "final_mean": statistics.fmean(final),
         "final_sd": _standard_deviation(final),
+        **_summarise_metrics(last),
         "best_mean": statistics.fmean(best),
         "best_sd": _standard_deviation(best),
         "updates_to_target_mean": statistics.fmean(reached) if reached else None,
@@ -429,6 +431,13 @@ def _summarise(runs: Sequence[RunResult], target: float) -> dict[str, float | in
         "gradients_mean": statistics.fmean(row.gradients for row in last),
         "bytes_mean": statistics.fmean(row.bytes for row in last),
     }
+
+
+def _summarise_metrics(last: Sequence[Evaluation]) -> dict[str, float | int | None]:
+    """Return means and deviations of the metrics after the primary metric, at the end of the runs."""
+    columns = {name: [(row.metrics or {})[name] for row in last] for name in list(last[0].metrics or ())[1:]}
+    means = {f"{name}_mean": statistics.fmean(values) for name, values in columns.items()}
+    return means | {f"{name}_sd": _standard_deviation(values) for name, values in columns.items()}
 
 
 def _summarise_average(runs: Sequence[RunResult]) -> dict[str, float | int | None]:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import augmentations, models
-from manifoldagg.experiments.packaged import japanese_vowels, watch
+from manifoldagg.experiments.packaged import japanese_vowels, watch, yeast
 from manifoldagg.experiments.plays import shakespeare
-from manifoldagg.experiments.readers import PARTS, read_images, read_text, with_model
+from manifoldagg.experiments.readers import LABEL_SET_FIELDS, PARTS, read_images, read_text, with_model
 from manifoldagg.experiments.spec_parser import (
     Reader,
     choose,
@@ -65,6 +65,7 @@ def load_dataset(
     | `fashion-mnist` | 60,000 training and 10,000 test images, from the Debian package dataset-fashion-mnist |
     | `watch` | smartwatches of 10 people, from seglearn; options of [`watch`][manifoldagg.experiments.packaged.watch] |
     | `japanese-vowels` | nine speakers; see [`japanese_vowels`][manifoldagg.experiments.packaged.japanese_vowels] |
+    | `yeast` | genes with several labels each, from river; see [`yeast`][manifoldagg.experiments.packaged.yeast] |
     | `shakespeare:path` | a text of plays; options of [`shakespeare`][manifoldagg.experiments.plays.shakespeare] |
     | `leaf:folder` | JSON by user; see [`leaf`][manifoldagg.experiments.datasets.leaf] |
     | `npz:file` | your own arrays; see [`npz`][manifoldagg.experiments.datasets.npz] |
@@ -238,7 +239,8 @@ def npz(path: Path | str) -> LabelledDataset:
             - `inputs`: numbers (samples, ...), or tokens (samples, length), which are integers >= 0. Inputs of
               the shape (samples, channels, height, width) get a convolutional model. Tokens get a recurrent
               model, and other inputs a perceptron.
-            - `labels`: integers >= 0, (samples,) or (samples, length).
+            - `labels`: integers >= 0, (samples,) or (samples, length). If samples can have several labels: booleans, or
+              floating-point zeros and ones, (samples, labels).
             - `user_ids` (optional): the users, numbers or names, (samples,).
             - `test_mask` (optional): whether each sample belongs to the test split, booleans (samples,).
     """
@@ -269,9 +271,14 @@ def _from_arrays(
     if inputs.ndim < 2 or not inputs.size or inputs.dtype.kind not in "fiub":
         raise ArgumentError(f"inputs: expected numbers (samples, ...), got {inputs.dtype} of shape {inputs.shape}")
     sequence = inputs.dtype.kind in "iu" and inputs.ndim == 2 and inputs.min() >= 0
-    if labels.dtype.kind not in "iu" or labels.min(initial=0) < 0 or labels.max(initial=0) >= MAX_CLASSES:
+    label_sets = labels.dtype.kind in "bf" and labels.ndim == 2
+    whole = labels.dtype.kind in "iu" and labels.min(initial=0) >= 0 and labels.max(initial=0) < MAX_CLASSES
+    if not (whole or label_sets):
         given = f" with the maximum {labels.max(initial=0)}" if labels.dtype.kind in "iu" else ""
-        raise ArgumentError(f"labels: expected integers >= 0 and below 2**31, got {labels.dtype}{given}")
+        raise ArgumentError(
+            f"labels: expected integers >= 0 and below 2**31, or zeros and ones (samples, labels) as booleans or "
+            f"floats; got {labels.dtype}{given}"
+        )
     if test_mask is not None and test_mask.dtype.kind != "b":
         raise ArgumentError(f"test_mask: expected booleans, got {test_mask.dtype}")
     if sequence and inputs.max() >= MAX_CLASSES:
@@ -284,9 +291,10 @@ def _from_arrays(
     return with_model(
         name,
         torch.from_numpy(numbers),
-        torch.from_numpy(labels.astype(np.int64)),
+        torch.from_numpy(labels.astype(np.float32 if label_sets else np.int64)),
         suits,
         target=0.8,
+        **(LABEL_SET_FIELDS if label_sets else {}),
         user_ids=None
         if user_ids is None
         else torch.from_numpy(np.unique(user_ids, return_inverse=True)[1].astype(np.int64)),
@@ -365,7 +373,7 @@ def _model_factory(text: str, signature: Signature) -> Callable[[], nn.Module]:
 
 
 DATASETS: Mapping[str, Reader] = {
-    **{make.__name__: reader(make) for make in (digits, idx, shakespeare, leaf, npz, watch)},
+    **{make.__name__: reader(make) for make in (digits, idx, shakespeare, leaf, npz, watch, yeast)},
     "fashion-mnist": reader(fashion_mnist),
     "japanese-vowels": reader(japanese_vowels),
     **user_reader("a LabelledDataset", LabelledDataset),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from manifoldagg.curves import Bezier, Plane, plane
 from manifoldagg.experiments.progress_dir import LearnedCurve
@@ -32,7 +32,7 @@ def compute_landscape(federation: FederatedDataset, curve: LearnedCurve) -> Land
     """Compute the loss over the plane of a client's curve."""
     model, dataset = federation.model(), federation.dataset
     space = ParameterSpace.of(model)
-    loss = space.loss(model, nn.functional.cross_entropy)
+    loss = space.loss(model, dataset.criterion)
 
     def over(samples: np.ndarray) -> Plane:
         most = min(MAX_LANDSCAPE_SAMPLES, MAX_LANDSCAPE_LABELS * len(dataset.labels) // dataset.labels.numel())

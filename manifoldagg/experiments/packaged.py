@@ -10,13 +10,16 @@ import torch
 from manifoldagg._validation import check_choice, check_count
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import models
+from manifoldagg.experiments.readers import LABEL_SET_FIELDS, with_model
 from manifoldagg.simulation.dataset import LabelledDataset, Signature
 
-__all__ = ["japanese_vowels", "read_ts", "watch"]
+__all__ = ["japanese_vowels", "read_ts", "watch", "yeast"]
 
 VOWELS_PARTS = ("JapaneseVowels_TRAIN.ts", "JapaneseVowels_TEST.ts")
 """The files of the training and the test split."""
 WATCH_USERS = ("subject", "wrist")
+YEAST_LABELS = 14
+"""The number of labels of a gene, which are the last columns of the file."""
 
 
 def watch(users: str = "subject", length: int = 100) -> LabelledDataset:
@@ -95,6 +98,42 @@ def japanese_vowels(path: Path | str = "") -> LabelledDataset:
         target=0.85,
         user_ids=labels,
         test_mask=torch.arange(len(labels)) >= len(parts[0][0]),
+    )
+
+
+def yeast(path: Path | str = "") -> LabelledDataset:
+    """Load the functions of yeast genes, a data set with several labels per sample, from the package river.
+
+    There are 2,417 genes. The inputs (103,) are expression levels and phylogenetic profiles. The labels (14,) are the
+    functional groups of a gene, 4.2 on average. The criterion is the binary cross-entropy, and the metrics are the
+    macro averages of AUROC and AUPRC. The model is a multilayer perceptron.
+
+    Args:
+        path: a file with the columns of `yeast.csv.gz`, gzipped or not. The default is the file in the package river,
+            which is not imported.
+
+    Raises:
+        ArgumentError: if `path` is not given and river is not installed, or if the file cannot be read.
+
+    Source: Elisseeff, Weston 2001, A kernel method for multi-labelled classification.
+    """
+    file = Path(path) if path else _package_folder("river") / "datasets" / "yeast.csv.gz"
+    try:
+        columns = np.loadtxt(file, delimiter=",", skiprows=1, dtype=np.float32, ndmin=2)
+    except OSError as error:
+        raise ArgumentError(f"path: {file}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, EOFError) as error:
+        raise ArgumentError(f"path: {file}: expected numbers separated by commas; {error}") from None
+    if columns.shape[1] <= YEAST_LABELS:
+        raise ArgumentError(f"path: {file}: expected more than {YEAST_LABELS} columns, got {columns.shape[1]}")
+    inputs, labels = np.split(columns, [-YEAST_LABELS], axis=1)
+    return with_model(
+        "yeast",
+        torch.from_numpy(inputs.copy()),
+        torch.from_numpy(labels.copy()),
+        models.mlp,
+        target=0.68,
+        **LABEL_SET_FIELDS,
     )
 
 

@@ -75,7 +75,7 @@ def draw_accuracy(
     axis: str = "updates",
     budget: float | None = None,
 ) -> None:
-    """Draw the mean accuracy of each method over its seeds along a cost axis.
+    """Draw the mean accuracy, or another primary metric, of each method over its seeds along a cost axis.
 
     A curve ends at the largest cost that all seeds of the method reach. With several seeds, a band shows one standard
     deviation, unless there are more methods than colours. Between two evaluations, the accuracy of a run is the
@@ -114,7 +114,8 @@ def draw_accuracy(
         paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
         axes.text(budget / size, 0.03, "reached by all runs", ha="right", va="bottom", zorder=99, bbox=paper, **said)
     axes.set_xlabel(f"{name}, {unit}" if unit else name)
-    axes.set_ylabel("accuracy on held-out samples, %")
+    metric = next(seeds[0][0].metric_name for seeds in runs.values())
+    axes.set_ylabel(f"{metric} on held-out samples, %")
     few, many = min(map(len, runs.values())), max(map(len, runs.values()))
     over = f"mean of {many if few == many else f'{few} to {many}'} seeds" if several else "1 seed"
     axes.set_title(f"{_escape_math(title)}; {over}{', band ± 1 sd' if banded else ''}", fontsize="medium")
@@ -125,13 +126,16 @@ def draw_accuracy(
     figure.savefig(path)
 
 
-def draw_clients(path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *, title: str) -> None:
+def draw_clients(
+    path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *, title: str, metric: str = "accuracy"
+) -> None:
     """Draw the sorted accuracies of the clients. Each position shows the mean over the seeds of a method.
 
     Args:
         path: the path of the plot.
         clients: the accuracies of each seed, by method. A seed with fewer clients is resampled.
         title: the title.
+        metric: the name of the metric, if it is not the accuracy.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -151,7 +155,7 @@ def draw_clients(path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *
     axes.set_xlim(0.5, count + 0.5)
     axes.set_ylim(0, 102)
     axes.set_xlabel("client, from the worst to the best")
-    axes.set_ylabel("accuracy on own held-out samples, %")
+    axes.set_ylabel(f"{metric} on own held-out samples, %")
     several = max(map(len, clients.values())) > 1
     axes.set_title(f"{_escape_math(title)}; the best model{', mean over seeds' if several else ''}", fontsize="medium")
     _legend(figure, clients)
@@ -159,7 +163,9 @@ def draw_clients(path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *
     figure.savefig(path)
 
 
-def draw_starts(path: Path, starts: Mapping[str, Sequence[StartEvaluation]], *, title: str) -> None:
+def draw_starts(
+    path: Path, starts: Mapping[str, Sequence[StartEvaluation]], *, title: str, metric: str = "accuracy"
+) -> None:
     """Draw the accuracy and the loss of the start models of a few clients, over the models that a client received.
 
     Each row of panels shows one client. The clients are those that received the most models over all methods.
@@ -168,6 +174,7 @@ def draw_starts(path: Path, starts: Mapping[str, Sequence[StartEvaluation]], *, 
         path: the path of the plot.
         starts: the evaluations of start models of one run, by method. At least one method has an evaluation.
         title: the title.
+        metric: the name of the metric, if it is not the accuracy.
 
     Source: OrthoFL Figure 6.
     """
@@ -186,7 +193,7 @@ def draw_starts(path: Path, starts: Mapping[str, Sequence[StartEvaluation]], *, 
             row[1].plot(x, [math.nan if one.loss is None else one.loss for one in own], **style)
         row[0].set_ylim(0, 102)
         row[1].set_ylim(bottom=0)
-        for axes, quantity in zip(row, ("accuracy, %", "cross-entropy"), strict=True):
+        for axes, quantity in zip(row, (f"{metric}, %", "loss"), strict=True):
             axes.set_ylabel(f"client {client}: {quantity}", fontsize="small")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             axes.grid(alpha=0.25)

@@ -83,7 +83,7 @@ class ComparisonProgress:
 
     def log_evaluation(self, method: str, seed: int, evaluation: Evaluation) -> None:
         """Append a line to the log. A resumed comparison rewrites the log."""
-        self._log.write(json.dumps({"method": method, "seed": seed} | asdict(evaluation), allow_nan=False) + "\n")
+        self._log.write(json.dumps({"method": method, "seed": seed} | evaluation.asdict(), allow_nan=False) + "\n")
 
     def checkpoint_policy(self, method: str, seed: int) -> CheckpointPolicy:
         """Return the checkpoint policy of the current run."""

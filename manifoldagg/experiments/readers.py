@@ -15,12 +15,20 @@ import numpy as np
 import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.dataset import LabelledDataset
+from manifoldagg.simulation.metrics import macro_auprc, macro_auroc
 
-__all__ = ["read_idx", "read_images", "read_text", "with_model"]
+__all__ = ["LABEL_SET_FIELDS", "read_idx", "read_images", "read_text", "with_model"]
+
+LABEL_SET_FIELDS: dict[str, Any] = {
+    "criterion": binary_cross_entropy_with_logits,
+    "metrics": {"AUROC": macro_auroc, "AUPRC": macro_auprc},
+}
+"""The criterion and the metrics of data sets whose samples can have several labels."""
 
 DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: "i2", 0x0C: "i4", 0x0D: "f4", 0x0E: "f8"}
 """The NumPy dtype by the third byte of a file."""

@@ -28,7 +28,7 @@ FILES = (
 )
 PROBLEM_SETTINGS = (
     *("model", "clients", "partition", "holdout", "validation", "batch"),
-    *("scheduler", "delays", "availability", "files", "task_cost", "augment"),
+    *("scheduler", "delays", "availability", "files", "task_cost", "augment", "metrics"),
 )
 """The settings that define a problem, together with the data."""
 UNCHECKED_SETTINGS = ("data", "methods", "seeds", "clients_without_samples", *PROBLEM_SETTINGS)
@@ -205,9 +205,10 @@ def _draw(comparison: Comparison, folder: Path) -> None:
     rows = {name: [run.evaluations for run in runs] for name, runs in comparison.runs.items()}
     plots.draw_accuracy(folder / "accuracy.png", rows, target=settings["target"], title=title)
     clients = {name: [run.client_accuracy for run in runs] for name, runs in comparison.runs.items()}
-    plots.draw_clients(folder / "clients.png", clients, title=title)
+    metric = next(seeds[0][0].metric_name for seeds in rows.values())
+    plots.draw_clients(folder / "clients.png", clients, title=title, metric=metric)
     if starts := {name: runs[0].starts for name, runs in comparison.runs.items() if runs[0].starts}:
-        plots.draw_starts(folder / "starts.png", starts, title=f"{title}, seed {settings['seeds'][0]}")
+        plots.draw_starts(folder / "starts.png", starts, title=f"{title}, seed {settings['seeds'][0]}", metric=metric)
     traces = {name: runs[0].trace for name, runs in comparison.runs.items()}
     plots.draw_traces(folder / "gantt.png", traces, title=f"{title}, seed {settings['seeds'][0]}")
     if comparison.landscape is not None:

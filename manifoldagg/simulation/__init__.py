@@ -22,6 +22,7 @@ from manifoldagg.simulation.executors import RestartingExecutor, processes
 from manifoldagg.simulation.fitted_delays import PerTask, fit_profiles
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.method import Method, RunResult
+from manifoldagg.simulation.metrics import Metric, accuracy, macro_auprc, macro_auroc
 from manifoldagg.simulation.partitions import (
     Partition,
     cyclic_partition,
@@ -55,6 +56,7 @@ __all__ = [
     "LabelledDataset",
     "LogNormal",
     "Method",
+    "Metric",
     "Partition",
     "PerTask",
     "PriorityScheduler",
@@ -67,6 +69,7 @@ __all__ = [
     "Uniform",
     "UpdateEvent",
     "VirtualClock",
+    "accuracy",
     "assign_profiles",
     "churn",
     "cyclic_partition",
@@ -76,6 +79,8 @@ __all__ = [
     "gini",
     "grouped_partition",
     "iid_partition",
+    "macro_auprc",
+    "macro_auroc",
     "natural_partition",
     "processes",
     "read_trace",

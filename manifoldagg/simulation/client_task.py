@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from manifoldagg.federated import Message, Payload, Ticket, Trainer, train_client
 from manifoldagg.federated.clients.determinism import deterministic
@@ -76,7 +75,7 @@ class GradientCounter:
         1
     """
 
-    def __init__(self, criterion: Callable[[Any, Any], Tensor] = cross_entropy) -> None:
+    def __init__(self, criterion: Callable[[Any, Any], Tensor]) -> None:
         self._criterion = criterion
         self.gradients = 0
 
@@ -101,7 +100,7 @@ class _ThreadModelCache(threading.local):
 _MODEL_CACHE = _ThreadModelCache()
 
 
-def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] = cross_entropy) -> Payload:
+def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] | None = None) -> Payload:
     """Run a client task and return its payload, which depends only on the task.
 
     The execution is [`deterministic`][manifoldagg.federated.clients.determinism.deterministic]. The trainer may modify
@@ -109,7 +108,7 @@ def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] = cross_e
 
     Args:
         task: the task to run.
-        criterion: the cross-entropy, or a `GradientCounter` of it.
+        criterion: a `GradientCounter` of the criterion of the data set. The default is the criterion itself.
 
     Raises:
         DivergenceError: if a loss is not finite.
@@ -135,7 +134,7 @@ def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] = cross_e
             _copy_message(task.message),
             trainer,
             federation.batches(client, nth),
-            criterion,
+            federation.dataset.criterion if criterion is None else criterion,
             client_state=tree_map(task.client_state, _copy),
             generator=generator,
         )

@@ -1,7 +1,8 @@
 """The rows of the evaluation log of a run, and the rows that meet a budget or a target."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
@@ -55,15 +56,18 @@ class Evaluation(Cost):
     """The metrics of the server's model, and the cost up to the evaluation.
 
     Attributes:
-        accuracy: the accuracy on the held-out samples of all clients.
-        loss: the mean cross-entropy on these samples, or `None` if the mean is not finite.
-        gini: the Gini index of the clients' accuracies. The accuracy of a client is measured on its own held-out
-            samples.
-        theil: the Theil index of the clients' accuracies.
+        accuracy: the primary metric of the data set on the held-out samples of all clients. By default, it is the
+            accuracy.
+        loss: the mean of the criterion on these samples, by default the cross-entropy. It is `None` if the mean is not
+            finite.
+        gini: the Gini index of the clients' values of the primary metric. The value of a client is measured on its own
+            held-out samples. Clients for which the metric is undefined are omitted.
+        theil: the Theil index of these values.
         staleness: the mean staleness of the updates since the previous evaluation, in versions; 0 without updates.
         staleness_max: the largest staleness of these updates.
-        average_accuracy: the accuracy of the run's weight average on the same samples; `None` without an average.
-        average_loss: the mean cross-entropy of the average; `None` without an average, or if the mean is not finite.
+        average_accuracy: the primary metric of the run's weight average on the same samples; `None` without an average.
+        average_loss: the mean loss of the average; `None` without an average, or if the mean is not finite.
+        metrics: all metrics by name, if the data set sets its metrics; otherwise `None`.
 
     Example:
         >>> row = Evaluation(updates=4, bytes_down=900, bytes_up=800, accuracy=0.5, loss=1.2, gini=0.1, theil=0.05)
@@ -79,6 +83,17 @@ class Evaluation(Cost):
     staleness_max: int = 0
     average_accuracy: float | None = None
     average_loss: float | None = None
+    metrics: Mapping[str, float] | None = None
+
+    @property
+    def metric_name(self) -> str:
+        """The name of the primary metric."""
+        return next(iter(self.metrics or ("accuracy",)))
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the fields as a row of a log, without `metrics` if it is `None`."""
+        row = asdict(self)
+        return row if row["metrics"] is not None else {name: row[name] for name in row if name != "metrics"}
 
 
 @dataclass(frozen=True)
@@ -93,8 +108,8 @@ class StartEvaluation:
         client: the client that received the start model.
         updates: the number of updates that the server had received.
         time: the virtual time of the dispatch in seconds.
-        accuracy: the accuracy on the held-out samples of the client.
-        loss: the mean cross-entropy on these samples, or `None` if the mean is not finite.
+        accuracy: the primary metric on the held-out samples of the client, by default the accuracy.
+        loss: the mean loss on these samples, or `None` if the mean is not finite.
 
     Source: OrthoFL §5.5 and Figure 6.
     """
@@ -129,7 +144,7 @@ def last_within_budget(evaluations: Sequence[Evaluation], axis: str, budget: flo
 
 
 def first_reaching(evaluations: Sequence[Evaluation], target: float) -> Evaluation | None:
-    """Return the first row with an accuracy of at least `target`, or `None`.
+    """Return the first row whose primary metric is at least `target`, or `None`.
 
     Example:
         >>> rows = [Evaluation(updates=i, accuracy=i / 4, loss=1.0, gini=0, theil=0) for i in range(4)]

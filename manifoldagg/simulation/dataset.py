@@ -2,19 +2,21 @@
 
 import inspect
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_count, check_instance, check_number, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.determinism import seeded_model, task_generator
+from manifoldagg.simulation.metrics import Criterion, Metric, accuracy
 from manifoldagg.simulation.partitions import Partition
 from manifoldagg.tensor_file import tensor_bytes
 
@@ -33,7 +35,7 @@ class Signature:
 
     Attributes:
         shape: the shape of one input: (features,), (channels, height, width), or (length,) for a sequence of tokens.
-        classes: the number of classes.
+        classes: the number of classes, or of labels if a sample can have several labels.
         tokens: the size of the vocabulary; 0 for numeric inputs.
         per_token: whether each token of a sequence has a class, instead of one class for the sequence.
     """
@@ -44,26 +46,54 @@ class Signature:
     per_token: bool = False
 
 
+DEFAULT_METRICS = {"accuracy": accuracy}
+
+
 @dataclass(frozen=True)
 class LabelledDataset:
-    """Classification data set with one label for each sample, or one label for each token of a sequence.
+    """Data set for classification, with the criterion and the metrics of its task.
+
+    A sample has one label, several labels, or one label for each of its tokens:
+
+    | task | labels | criterion | metric |
+    | --- | --- | --- | --- |
+    | one class | (samples,), int64 | `cross_entropy` | `accuracy` |
+    | one class for each token | (samples, length), int64 | `cross_entropy` | `accuracy` |
+    | several labels | zeros and ones (samples, labels), float32 | `binary_cross_entropy_with_logits` | `macro_auroc` |
 
     Attributes:
         name: the name of the data set.
         inputs: the inputs: (samples, ...) in float32, or tokens (samples, length) in int64.
-        labels: the labels: (samples,) in int64, or (samples, length) if the inputs are tokens.
-        model: a function that returns an untrained model. The model computes scores of the shape (samples, classes) or
-            (samples, classes, length).
-        target: the target accuracy. Comparisons report the cost until a run reaches this accuracy.
+        labels: the labels, as in the table.
+        model: a function that returns an untrained model. The model computes scores of the shape (samples, classes),
+            (samples, classes, length) for tokens, or (samples, labels) for several labels.
+        target: the target of the first metric. Comparisons report the cost until a run reaches this value.
         user_ids: the user of each sample, (samples,) in int64, counted from 0; `None` if unknown.
         test_mask: whether each sample belongs to the test split, (samples,) booleans; `None` if the data set has no
             test split.
         augment: an augmentation of the minibatches of local training, or `None`. It must not modify its arguments. All
             its random numbers should come from its generator, whose seed depends only on the seed of the run, the
             client and the number of earlier tasks of the client. Evaluations use the original samples.
+        criterion: the loss function of local training and of evaluations. With `reduction="none"`, it must return the
+            losses (samples, ...).
+        metrics: the metrics of evaluations, by name. The first one is the primary metric: the target, the search of
+            rates, and the Gini and Theil indices of the clients are based on it. It must be at least 0, and larger
+            values must be better.
 
     Raises:
-        ArgumentError: if a field has an invalid shape or dtype.
+        ArgumentError: if a field has an invalid shape or dtype, or if `metrics` is empty.
+
+    Example:
+        >>> from torch.nn.functional import binary_cross_entropy_with_logits
+        >>> from manifoldagg.simulation import macro_auprc, macro_auroc
+        >>> inputs, labels = torch.rand(6, 3), torch.tensor([[0.0, 1.0], [1.0, 1.0], [1.0, 0.0]]).repeat(2, 1)
+        >>> films = LabelledDataset(
+        ...     "films", inputs, labels, lambda: nn.Linear(3, 2), target=0.7,
+        ...     criterion=binary_cross_entropy_with_logits,
+        ...     metrics={"AUROC": macro_auroc, "AUPRC": macro_auprc},
+        ... )
+        >>> films.signature.classes
+        2
     """
 
     name: str
@@ -74,18 +104,29 @@ class LabelledDataset:
     user_ids: Tensor | None = None
     test_mask: Tensor | None = None
     augment: Augmentation | None = None
+    criterion: Criterion = cross_entropy
+    metrics: Mapping[str, Metric] = field(default_factory=lambda: dict(DEFAULT_METRICS))
 
     def __repr__(self) -> str:
         return format_result(self, name=self.name, inputs=self.inputs, labels=self.labels, target=self.target)
 
     def __post_init__(self) -> None:
         samples = len(self.inputs)
-        tokens = self.inputs.dtype == torch.int64 and self.inputs.ndim == 2
-        shapes = ((samples,), self.inputs.shape) if tokens else ((samples,),)
-        if self.labels.dtype != torch.int64 or self.labels.shape not in shapes:
-            given = f"{self.labels.dtype} of shape {tuple(self.labels.shape)}"
-            each = "samples or tokens" if tokens else "samples"
-            raise ArgumentError(f"labels: expected int64, one for each of {samples} {each}, got {given}")
+        if self.has_label_sets:
+            if self.labels.shape[0] != samples or not ((self.labels == 0) | (self.labels == 1)).all():
+                given = f"shape {tuple(self.labels.shape)} with values from {self.labels.min()} to {self.labels.max()}"
+                raise ArgumentError(f"labels: expected zeros and ones of shape ({samples}, labels), got {given}")
+        else:
+            tokens = self.inputs.dtype == torch.int64 and self.inputs.ndim == 2
+            shapes = ((samples,), self.inputs.shape) if tokens else ((samples,),)
+            if self.labels.dtype != torch.int64 or self.labels.shape not in shapes:
+                given = f"{self.labels.dtype} of shape {tuple(self.labels.shape)}"
+                each = "samples or tokens" if tokens else "samples"
+                raise ArgumentError(f"labels: expected int64, one for each of {samples} {each}, got {given}")
+        if not self.metrics:
+            raise ArgumentError("metrics: expected at least one metric by name, got an empty mapping")
+        for name, metric in self.metrics.items():
+            check_instance(f"metrics: {name}", metric, Metric)
         for name, told, dtype in (("user_ids", self.user_ids, torch.int64), ("test_mask", self.test_mask, torch.bool)):
             if told is not None and (told.dtype != dtype or told.shape != (samples,)):
                 given = f"{told.dtype} of shape {tuple(told.shape)}"
@@ -94,10 +135,30 @@ class LabelledDataset:
             raise ArgumentError(f"augment: expected a function, got {short_repr(self.augment)}")
 
     @property
+    def has_label_sets(self) -> bool:
+        """Whether a sample can have several labels. The labels are then zeros and ones (samples, labels) in float32."""
+        return self.labels.dtype == torch.float32 and self.labels.ndim == 2
+
+    @property
     def signature(self) -> Signature:
         """The input and output shapes of a model, inferred from the samples."""
+        shape = tuple(self.inputs.shape[1:])
         tokens = 0 if self.inputs.is_floating_point() else int(self.inputs.max()) + 1
-        return Signature(tuple(self.inputs.shape[1:]), int(self.labels.max()) + 1, tokens, self.labels.ndim > 1)
+        if self.has_label_sets:
+            return Signature(shape, self.labels.shape[1], tokens)
+        return Signature(shape, int(self.labels.max()) + 1, tokens, self.labels.ndim > 1)
+
+    @property
+    def classes(self) -> Tensor:
+        """The class of each sample for a partition, (samples,) in int64.
+
+        It is the label, or the last label of a sequence. If samples can have several labels, it is the first label of
+        the sample, or the number of labels for a sample without labels.
+        """
+        if self.has_label_sets:
+            none = self.labels.new_ones(len(self.labels), 1)
+            return torch.cat([self.labels, none], 1).argmax(1)
+        return self.labels if self.labels.ndim == 1 else self.labels[:, -1]
 
     @property
     def checksum(self) -> int:
@@ -220,10 +281,9 @@ class FederatedDataset:
         Args:
             dataset: the data set.
             clients: the number of clients.
-            partition: a function of the labels, `clients` and `generator=`, such as `iid_partition` or
-                `partial(dirichlet_partition, concentration=0.5)`. If the function has an argument `user_ids` that is
-                not bound, it receives the `user_ids` of the data set. For sequences, the function receives the last
-                label of each sequence.
+            partition: a function of the classes of the samples, `clients` and `generator=`, such as `iid_partition` or
+                `partial(dirichlet_partition, concentration=0.5)`. The classes are `dataset.classes`. If the function
+                has an argument `user_ids` that is not bound, it receives the `user_ids` of the data set.
             seed: the seed of all random numbers.
             holdout: the held-out fraction. The default is the test split of the data set, or 0.2 without a test split.
             validation: the fraction of the training samples that replaces the held-out samples. With this option,
@@ -338,13 +398,12 @@ def _apply_partition(
     partition: Partition, dataset: LabelledDataset, clients: int, generator: np.random.Generator
 ) -> list[np.ndarray]:
     """Apply a partition to a data set."""
-    labels = dataset.labels if dataset.labels.ndim == 1 else dataset.labels[:, -1]
     owners = None if dataset.user_ids is None else dataset.user_ids.numpy()
     bound = isinstance(partition, partial) and partition.keywords.get("user_ids") is not None
     parameters = inspect.signature(partition).parameters
     told = {"user_ids": owners} if not bound and "user_ids" in parameters else {}
     try:
-        return partition(labels.numpy(), clients, generator=generator, **told)
+        return partition(dataset.classes.numpy(), clients, generator=generator, **told)
     except ArgumentError as error:
         option = str(error).partition(":")[0]
         if option not in parameters or option in ("labels", "clients", "generator"):

@@ -1,40 +1,39 @@
-"""Evaluation of a run: accuracy, loss and fairness of the server's model on the held-out samples."""
+"""Evaluation of a run: metrics, loss and fairness of the server's model on the held-out samples."""
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from manifoldagg._validation import check_vector
 from manifoldagg.curves import refresh_buffers
-from manifoldagg.errors import DivergenceError
+from manifoldagg.errors import ArgumentError, DivergenceError
 from manifoldagg.federated import Server, Ticket
 from manifoldagg.federated.types import Averaging
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.cost import Cost, Evaluation, StartEvaluation
-from manifoldagg.simulation.dataset import FederatedDataset
+from manifoldagg.simulation.dataset import DEFAULT_METRICS, FederatedDataset
 
-__all__ = ["EvaluationLog", "Evaluator", "SampleMetrics", "gini", "theil"]
+__all__ = ["EvaluationLog", "Evaluator", "SampleStatistics", "gini", "theil"]
 
 EVAL_BATCH_SIZE = 1_000
 """The number of samples per forward pass."""
 
 
-class SampleMetrics(NamedTuple):
-    """The metrics of each held-out sample.
+class SampleStatistics(NamedTuple):
+    """The results for each held-out sample, from which metrics are computed.
 
     Attributes:
-        correct: (samples,): 1 for a correct prediction, or the fraction of correct tokens of a sequence.
-        loss: (samples,): the cross-entropy, or its mean over a sequence.
+        loss: (samples,): the criterion, or its mean over the tokens or the labels of a sample.
+        statistics: (samples, ...): the results of each function `statistics` of the metrics, by function.
     """
 
-    correct: np.ndarray
     loss: np.ndarray
+    statistics: Mapping[Callable[[Tensor, Tensor], Tensor], np.ndarray]
 
 
 class Evaluator:
@@ -46,29 +45,50 @@ class Evaluator:
         index = torch.from_numpy(np.concatenate(self._held_out))
         self._inputs = federation.dataset.inputs[index]
         self._labels = federation.dataset.labels[index]
+        self._metrics = federation.dataset.metrics
         self._model = federation.model().eval()
 
-    def evaluate(self, model: Mapping[str, Tensor], samples: slice = slice(None)) -> SampleMetrics:
+    def evaluate(self, model: Mapping[str, Tensor], samples: slice = slice(None)) -> SampleStatistics:
         """Evaluate a state dict in one pass, on the given range of the held-out samples."""
         self._model.load_state_dict(model)
-        all_inputs, all_labels = self._inputs[samples], self._labels[samples]
-        right: list[Tensor] = []
-        loss: list[Tensor] = []
+        inputs, labels = self._inputs[samples].split(EVAL_BATCH_SIZE), self._labels[samples].split(EVAL_BATCH_SIZE)
+        functions = dict.fromkeys(metric.statistics for metric in self._metrics.values())
+        losses: list[Tensor] = []
+        statistics: dict[Callable[[Tensor, Tensor], Tensor], list[Tensor]] = {function: [] for function in functions}
         with torch.no_grad():
-            for inputs, labels in zip(
-                all_inputs.split(EVAL_BATCH_SIZE), all_labels.split(EVAL_BATCH_SIZE), strict=True
-            ):
-                scores = self._model(inputs)
-                right.append((scores.argmax(1) == labels).double())
-                loss.append(cross_entropy(scores, labels, reduction="none").double())
-        return SampleMetrics(*(torch.cat(parts).view(len(all_labels), -1).mean(1).numpy() for parts in (right, loss)))
+            for batch, targets in zip(inputs, labels, strict=True):
+                scores = self._model(batch)
+                losses.append(self._federation.dataset.criterion(scores, targets, reduction="none").double())
+                for function, parts in statistics.items():
+                    parts.append(function(scores, targets))
+        return SampleStatistics(
+            torch.cat(losses).view(sum(map(len, labels)), -1).mean(1).numpy(),
+            {function: torch.cat(parts).numpy() for function, parts in statistics.items()},
+        )
+
+    def metrics(self, found: SampleStatistics) -> dict[str, float]:
+        """Compute the metrics of the evaluated samples, by name.
+
+        Raises:
+            ArgumentError: if a metric is undefined for these samples.
+        """
+        values = {name: metric.compute(found.statistics[metric.statistics]) for name, metric in self._metrics.items()}
+        for name, value in values.items():
+            if math.isnan(value):
+                raise ArgumentError(f"metrics: expected {name} to be defined on the held-out samples, got NaN")
+        return values
+
+    def primary(self, found: SampleStatistics) -> float:
+        """Compute the primary metric of the evaluated samples. It is NaN if it is undefined for them."""
+        metric = next(iter(self._metrics.values()))
+        return metric.compute(found.statistics[metric.statistics])
 
     def samples_of(self, client: int) -> slice:
         """Return the range of a client's samples among the held-out samples."""
         begin = sum(map(len, self._federation.held_out[:client]))
         return slice(begin, begin + len(self._federation.held_out[client]))
 
-    def evaluate_average(self, point: Tensor) -> SampleMetrics:
+    def evaluate_average(self, point: Tensor) -> SampleStatistics:
         """Evaluate an average of the versions of the last evaluated model.
 
         The BatchNorm statistics of the average are computed on the training samples of all clients. The other buffers
@@ -84,10 +104,12 @@ class Evaluator:
         count = -(-len(index) // EVAL_BATCH_SIZE)
         return (self._federation.dataset.inputs[index[first::count]] for first in range(count))
 
-    def accuracy_by_client(self, correct: np.ndarray) -> list[float]:
-        """Return the mean accuracy of each client that has held-out samples."""
+    def primary_by_client(self, found: SampleStatistics) -> list[float]:
+        """Return the primary metric of each client that has held-out samples for which it is defined."""
         edges = np.cumsum([len(part) for part in self._held_out])[:-1]
-        return [float(part.mean()) for part in np.split(correct, edges)]
+        metric = next(iter(self._metrics.values()))
+        values = [metric.compute(part) for part in np.split(found.statistics[metric.statistics], edges)]
+        return [value for value in values if not math.isnan(value)]
 
 
 class _Metrics(NamedTuple):
@@ -99,6 +121,7 @@ class _Metrics(NamedTuple):
     theil: float
     average_accuracy: float | None = None
     average_loss: float | None = None
+    metrics: dict[str, float] | None = None
 
 
 class EvaluationLog:
@@ -112,7 +135,7 @@ class EvaluationLog:
     Attributes:
         evaluations: the evaluations so far.
         starts: the evaluations of start models so far.
-        client_accuracy: the accuracy of the best model, for each client with held-out samples.
+        client_accuracy: the primary metric of the best model, for each client with held-out samples.
         seconds: the wall-clock seconds of all evaluations.
     """
 
@@ -122,6 +145,7 @@ class EvaluationLog:
         started = time.perf_counter()
         self._eval_starts = eval_starts
         self._evaluator = Evaluator(federation)
+        self._default = federation.dataset.metrics == DEFAULT_METRICS
         self._averaging = averaging
         self._version = -1
         self._metrics: _Metrics
@@ -156,9 +180,17 @@ class EvaluationLog:
         started = time.perf_counter()
         if server.version != self._version:
             self._version = server.version
-            grades = self._evaluator.evaluate(server.state_dict())
-            clients = self._evaluator.accuracy_by_client(grades.correct)
-            self._metrics = _Metrics(*_means(grades), gini(clients), theil(clients), *self._average_means())
+            found = self._evaluator.evaluate(server.state_dict())
+            clients = self._evaluator.primary_by_client(found)
+            metrics = self._evaluator.metrics(found)
+            self._metrics = _Metrics(
+                self._evaluator.primary(found),
+                _mean_loss(found),
+                gini(clients),
+                theil(clients),
+                *self._average_metrics(),
+                metrics=None if self._default else metrics,
+            )
             if self._metrics.accuracy > self._best:
                 self._best = self._metrics.accuracy
                 self.client_accuracy = clients
@@ -187,25 +219,27 @@ class EvaluationLog:
         samples = self._evaluator.samples_of(client)
         if not self._eval_starts or samples.start == samples.stop:
             return
-        accuracy, loss = _means(self._evaluator.evaluate(ticket.state_dict(), samples))
-        self.starts.append(StartEvaluation(client, updates, now, accuracy, loss))
+        found = self._evaluator.evaluate(ticket.state_dict(), samples)
+        if not math.isnan(value := self._evaluator.primary(found)):
+            self.starts.append(StartEvaluation(client, updates, now, value, _mean_loss(found)))
         self.seconds += time.perf_counter() - started
 
-    def _average_means(self) -> tuple[float | None, float | None]:
-        """Return the mean accuracy and loss of the average, or `None` twice if the average is empty."""
+    def _average_metrics(self) -> tuple[float | None, float | None]:
+        """Return the primary metric and the mean loss of the average, or `None` twice if the average is empty."""
         point = None if self._averaging is None else self._averaging.average
         if point is None:
             return None, None
         try:
-            return _means(self._evaluator.evaluate_average(point))
+            found = self._evaluator.evaluate_average(point)
         except DivergenceError:  # The statistics of BatchNorm are not finite.
             return None, None
+        return self._evaluator.primary(found), _mean_loss(found)
 
 
-def _means(metrics: SampleMetrics) -> tuple[float, float | None]:
-    """Return the mean accuracy, and the mean loss or `None` if the loss is not finite."""
-    loss = float(metrics.loss.mean())
-    return float(metrics.correct.mean()), loss if math.isfinite(loss) else None
+def _mean_loss(found: SampleStatistics) -> float | None:
+    """Return the mean loss, or `None` if it is not finite."""
+    loss = float(found.loss.mean())
+    return loss if math.isfinite(loss) else None
 
 
 def gini(values: np.ndarray | Sequence[float]) -> float:

@@ -304,7 +304,7 @@ def execute_scattered(key: bytes, context: Packed, parts: Packed) -> TaskResult:
 
 def execute_local(task: ClientTask) -> TaskResult:
     """Run a task in this process, count its gradients, and return exceptions of its training as results."""
-    criterion = GradientCounter()
+    criterion = GradientCounter(task.federation.dataset.criterion)
     try:
         payload = run_task(task, criterion)
     except Exception as error:

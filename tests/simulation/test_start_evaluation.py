@@ -150,7 +150,7 @@ def test_the_figure_shows_the_clients_with_the_most_models(monkeypatch, tmp_path
     draw_starts(tmp_path / "starts.png", starts, title="clusters")
     (figure,) = figures
     labels = [axes.get_ylabel() for axes in figure.axes]
-    assert labels == [f"client {client}: {what}" for client in (1, 2, 3) for what in ("accuracy, %", "cross-entropy")]
+    assert labels == [f"client {client}: {what}" for client in (1, 2, 3) for what in ("accuracy, %", "loss")]
     accuracy, loss = figure.axes[:2]
     assert [line.get_xdata().tolist() for line in accuracy.lines] == [[1, 2, 3]] * 2
     assert accuracy.lines[1].get_ydata().tolist() == pytest.approx([20.0, 30.0, 40.0])
