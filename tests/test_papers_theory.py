@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifoldagg.federated import clients, rules
@@ -43,6 +43,19 @@ def test_theorem_2_of_masfl_the_gradient_falls_like_the_inverse_fourth_root_of_t
 @pytest.mark.parametrize("name", ["AsyncBezier", "tangent", "OrthoDC"])
 def test_theorem_1_of_manifold_the_squared_gradient_falls_like_the_inverse_root_of_t(theory, name):
     assert slope(theory, lambda length, seed: theory.manifold(name, length, seed)) <= -0.4
+
+
+@given(seeds, st.sampled_from([0.0, 1.0]))
+@settings(max_examples=5)
+def test_assumption_7_of_manifold_holds_with_the_measured_constants(theory, seed, spread):
+    found = theory.quality(16, seed, spread=spread)
+    assert found["Tangent"].q == 1
+    assert found["Tangent"].d == 0
+    for one in found.values():
+        assert len(one.corrected) == 16
+        np.testing.assert_array_equal(one.transported, found["Tangent"].transported)
+        scale = np.abs(one.corrected).max() + abs(one.q) * np.abs(one.transported).max()
+        assert (one.corrected >= one.q * one.transported - one.d - 1e-9 * scale).all()
 
 
 def test_rates_that_do_not_depend_on_t_do_not_give_the_rate_of_the_theorem(theory):

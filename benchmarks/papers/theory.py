@@ -14,6 +14,7 @@ smoothness L is 1 and the gradient of the mean loss f is known exactly. Gradient
 - Report (63): the mean squared distance after K local steps is at most $5 K^2 \eta_l^2 (4 G^2 + \sigma_l^2)$.
 - Manifold, Theorem 1: with $\eta_l \propto 1 / \sqrt T$, the mean of $\|\nabla f\|^2$ is $O(T^{-1/2})$, for AsyncBezier
   and for the tangent and OrthoDC corrections.
+- Manifold, Assumption 7: the constants Q and D of corrections, for the stale updates of a run.
 
 The slopes are least-squares fits of the logarithms over the longer half of the runs. `tests/test_papers_theory.py`
 tests the same statements on shorter runs.
@@ -36,6 +37,16 @@ from matplotlib.ticker import NullFormatter, NullLocator
 from torch import Tensor
 
 from manifoldagg._io import new_figure
+from manifoldagg.corrections import (
+    AutoThreshold,
+    Correction,
+    CorrectionQuality,
+    DelayCompensated,
+    OrthoDC,
+    Position,
+    Tangent,
+    correction_quality,
+)
 from manifoldagg.errors import StabilityWarning
 from manifoldagg.federated import Server, ServerLimits, clients, rules
 from manifoldagg.manifolds import Flat
@@ -102,7 +113,14 @@ def start_of(problem: Quadratics, distance: float = 2.0) -> Tensor:
 
 
 def gradient_norms(
-    problem: Quadratics, rule: Any, trainer: Any, num_steps: int, seed: int, *, server_steps: int
+    problem: Quadratics,
+    rule: Any,
+    trainer: Any,
+    num_steps: int,
+    seed: int,
+    *,
+    server_steps: int,
+    on_update: Callable[[Tensor, Tensor, Tensor], None] | None = None,
 ) -> list[float]:
     r"""Run a server with one task per client, and return $\|\nabla f\|$ at each of its versions.
 
@@ -115,6 +133,7 @@ def gradient_norms(
         num_steps: the number of batches of a task.
         seed: the seed of the order and of the noise.
         server_steps: the number T of server steps.
+        on_update: a function of the base, the current model and the displacement of each update, before the step.
     """
     generator = torch.Generator().manual_seed(seed)
     limits = ServerLimits(history_size=0, receipt_cache_size=0)
@@ -130,6 +149,9 @@ def gradient_norms(
             server.space, tickets[client].message, problem.loss(client), batches, states[client], generator=generator
         )
         before = server.version
+        if on_update is not None:
+            start = tickets[client].message.start
+            on_update(start, server.model, payload.points[-1] - start)
         server.receive(tickets[client], payload).check()
         if server.version != before:
             norms.append(problem.gradient(server.model).norm().item())
@@ -175,6 +197,62 @@ def manifold(name: str, server_steps: int, seed: int) -> float:
     problem = Quadratics.draw(seed, spread=0.0)
     norms = gradient_norms(problem, MANIFOLD[name](), trainer, 2 * STEPS, seed, server_steps=server_steps)
     return float(np.square(norms).mean())
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "Tangent": Tangent(),
+    "Position": Position(),
+    "OrthoDC(0)": OrthoDC(0.0),
+    "OrthoDC(1)": OrthoDC(1.0),
+    "AutoThreshold": AutoThreshold(),
+    "DelayCompensated(2)": DelayCompensated(2.0),
+}
+"""The corrections whose quality is measured."""
+
+
+def quality(server_steps: int, seed: int, *, spread: float) -> dict[str, CorrectionQuality]:
+    """Measure the quality of each correction for the same updates, which come from a run of ASGD.
+
+    Args:
+        server_steps: the number of updates.
+        seed: the seed of the losses and of the run.
+        spread: the standard deviation of the minima of the clients. With 0, all clients have the same loss.
+    """
+    problem, updates = Quadratics.draw(seed, spread=spread), []
+    gradient_norms(
+        problem,
+        rules.ASGD(rate=CLIENTS / 2),
+        clients.Local(steps=STEPS, optimizer=torch.optim.SGD, rate=0.1),
+        STEPS,
+        seed,
+        server_steps=server_steps,
+        on_update=lambda *update: updates.append(update),
+    )
+    space = Flat(problem.minima.shape[1])
+    return {
+        name: correction_quality(space, correction, updates, problem.gradient)
+        for name, correction in CORRECTIONS.items()
+    }
+
+
+def quality_table(server_steps: int, seeds: int) -> str:
+    """Return a table with the constants of each correction, over all updates of all seeds."""
+    rows = [
+        "| clients | correction | Q | D | median of the ratios | ratios below 0, % |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for label, spread in (("equal losses", 0.0), ("different losses", 1.0)):
+        runs = [quality(server_steps, seed, spread=spread) for seed in range(seeds)]
+        for name in CORRECTIONS:
+            parts = [(run[name].corrected, run[name].transported) for run in runs]
+            pooled = CorrectionQuality(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+            useful = pooled.transported > 0
+            ratios = pooled.corrected[useful] / pooled.transported[useful]
+            below = 100 * float((ratios < 0).mean())
+            rows.append(
+                f"| {label} | {name} | {pooled.q:.2f} | {pooled.d:.2f} | {np.median(ratios):.2f} | {below:.1f} |"
+            )
+    return "\n".join(rows) + "\n"
 
 
 @dataclass(frozen=True)
@@ -433,8 +511,11 @@ def main() -> None:
     rows.append(f"| Report (63) | smallest ratio of the bound to the squared distance | at least 1 | {least:.1f} |")
     print(rows[-1], flush=True)
 
+    qualities = quality_table(options.longest // 16, options.seeds)
+    print(qualities)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "theory.md").write_text("\n".join(rows) + "\n")
+    (options.out / "quality.md").write_text(qualities)
     figure.savefig(options.out / "theory.png")
 
 

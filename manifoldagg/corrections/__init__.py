@@ -13,6 +13,7 @@ from manifoldagg.corrections.frame import Frame
 from manifoldagg.corrections.gram import Gram
 from manifoldagg.corrections.krylov import KrylovDC
 from manifoldagg.corrections.orthogonal import OrthoCorrect, OrthoDC, OrthoGrad, OrthoPos, OrthoStrict
+from manifoldagg.corrections.quality import CorrectionQuality, correction_quality
 from manifoldagg.corrections.rotation import rotate_control
 from manifoldagg.corrections.surgery import GradientSurgery, Pairwise
 from manifoldagg.corrections.transport import Transport
@@ -22,6 +23,7 @@ __all__ = [
     "Composition",
     "Corrected",
     "Correction",
+    "CorrectionQuality",
     "DelayCompensated",
     "Frame",
     "GradientSurgery",
@@ -38,5 +40,6 @@ __all__ = [
     "Tangent",
     "Transport",
     "calibrate",
+    "correction_quality",
     "rotate_control",
 ]

@@ -1,0 +1,121 @@
+"""The quality of a correction: how much of the descent of stale updates it preserves."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from manifoldagg._result_repr import format_result
+from manifoldagg._validation import check_finite, check_instance, check_shape
+from manifoldagg.corrections.correction import Correction
+from manifoldagg.corrections.frame import Frame
+from manifoldagg.errors import ArgumentError
+from manifoldagg.manifolds import Manifold
+
+__all__ = ["CorrectionQuality", "correction_quality"]
+
+
+@dataclass(frozen=True, eq=False)
+class CorrectionQuality:
+    r"""The descent of stale updates before and after a correction, from `correction_quality`.
+
+    Let $c_i$ be the corrected descent of update i, and $t_i$ its transported descent. Then $c_i \ge Q\,t_i - D$ holds
+    for all updates, with the attributes `q` and `d`.
+
+    Attributes:
+        corrected: $c_i = -\langle \nabla L(Y_i), \pi u_i \rangle$, (updates,). It is the rate at which the loss
+            decreases along the corrected update.
+        transported: $t_i = -\langle \nabla L(Y_i), P u_i \rangle$, (updates,). It is this rate for the uncorrected
+            update, which is transported from its base $X_i$ to the current model $Y_i$.
+    """
+
+    corrected: np.ndarray
+    transported: np.ndarray
+
+    def __repr__(self) -> str:
+        return format_result(self, updates=len(self.corrected), q=self.q, d=self.d)
+
+    @property
+    def q(self) -> float:
+        r"""$Q = \min \{c_i / t_i : t_i > 0\}$, over the updates that decrease the loss without correction.
+
+        It is NaN if there is no such update. If it is negative, the correction turned at least one of these updates
+        into a step that increases the loss.
+        """
+        useful = self.transported > 0
+        return float((self.corrected[useful] / self.transported[useful]).min()) if useful.any() else math.nan
+
+    @property
+    def d(self) -> float:
+        r"""$D = \max_i (Q\,t_i - c_i)$, or 0 if it is negative.
+
+        Only updates with $t_i \le 0$, which increase the loss without correction, can make D positive. If D is 0, the
+        assumption of the paper holds with Q for all updates. It is NaN if Q is NaN.
+        """
+        return float(np.maximum(self.q * self.transported - self.corrected, 0.0).max())
+
+
+def correction_quality(
+    space: Manifold,
+    correction: Correction,
+    updates: Iterable[tuple[Float[Tensor, "..."], Float[Tensor, "..."], Float[Tensor, "..."]]],
+    gradient: Callable[[Tensor], Tensor],
+    *,
+    transport: str | None = None,
+) -> CorrectionQuality:
+    r"""Measure the constants of Manifold's Assumption 7 for the updates of a run.
+
+    The assumption says that a correction is at most a constant factor worse than parallel transport: there is a
+    constant Q with
+
+    $$\langle -\nabla L(Y), \pi u \rangle \ge Q \langle -\nabla L(Y), P_{X \to Y} u \rangle,$$
+
+    where u is an update from the base X, Y is the current model, and $\pi u$ is the corrected update at Y. The
+    convergence rate in Manifold's Theorem 1 is proportional to 1 / Q.
+
+    Args:
+        space: the space of the models.
+        correction: the correction. A correction with a state receives the updates in order.
+        updates: triples (base, current, displacement). The displacement is a tangent at the base, such as the model of
+            the client minus the base on a flat space. All tensors have the shape of the space.
+        gradient: a function that returns the Riemannian gradient $\nabla L(Y)$ of the loss at the current model.
+        transport: the transport of a curved space, as in [`Frame.of`][manifoldagg.corrections.Frame.of].
+
+    Returns:
+        The descent of each update, and the constants `q` and `d`.
+
+    Raises:
+        ArgumentError: if there are no updates, or if a tensor has the wrong shape, is not finite or is not on the
+            space.
+
+    Source: Manifold, Assumption 7 and (19). The signs are those of (30), where the assumption is used: (19) is printed
+    without the minus signs. The paper has no constant D. It measures by how much the inequality fails for updates that
+    increase the loss.
+
+    Cost: one correction, one gradient and two inner products for each update.
+
+    Example:
+        >>> import torch
+        >>> from manifoldagg.corrections import OrthoDC
+        >>> from manifoldagg.manifolds import Flat
+        >>> base, current, update = torch.zeros(2), torch.tensor([0.0, 1.0]), torch.tensor([-1.0, -1.0])
+        >>> correction_quality(Flat(2), OrthoDC(0.0), [(base, current, update)], lambda model: torch.tensor([1.0, 1.0]))
+        CorrectionQuality(updates=1, q=0.5, d=0)
+    """
+    check_instance("correction", correction, Correction)
+    state = None
+    descents: list[list[float]] = []
+    for base, current, displacement in updates:
+        frame = Frame.of(space, base, current, displacement[None], transport=transport)
+        corrected = correction.apply(frame, state)
+        state = corrected.state
+        slope = check_finite("gradient", check_shape("gradient", gradient(current), *current.shape)).double()
+        uncorrected = frame.materialize([1.0, 0.0])
+        steps = (step.reshape(current.shape).double() for step in (corrected.displacements()[0], uncorrected))
+        descents.append([-float(space.inner(current.double(), slope, step)) for step in steps])
+    if not descents:
+        raise ArgumentError("updates: expected at least one update, got an empty iterable")
+    return CorrectionQuality(*np.array(descents).T)
