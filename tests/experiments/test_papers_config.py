@@ -10,6 +10,7 @@ import torch
 import typer
 
 from manifoldagg.cli.app import app
+from manifoldagg.corrections import Tangent
 from manifoldagg.experiments import workloads
 from manifoldagg.experiments.config_file import command_lines, options_by_name
 from manifoldagg.experiments.datasets import AUGMENTATIONS, DATASETS, MODELS
@@ -70,7 +71,7 @@ def test_every_table_is_a_comparison(name):
         assert set(workload["delays"](clients, generator)) == set(clients)
     split = workloads.partition(options["partition"])
     labels = np.tile(np.arange(100 if "100" in options["data"] else 10), 60)
-    owners = {"user_ids": np.arange(len(labels)) % 40} if options["partition"] == "natural" else {}
+    owners = {"user_ids": np.arange(len(labels)) % 40} if options["partition"].startswith("natural") else {}
     parts = split(labels, options["clients"], generator=generator, **owners)
     assert len(parts) == options["clients"]
 
@@ -103,6 +104,28 @@ def test_manifold_has_the_rates_of_table_3(name, rates):
         assert epochs == ((2, 2) if isinstance(one.rule, rules.AsyncBezier) else 2)
     assert fields(name, rules.DCASGD)[0][0].strength == 2.0
     assert fields(name, rules.FedBuff)[0][0].size == 10
+
+
+def test_manifold_assigns_whole_plays_to_30_clients():
+    options = parsed("manifold-shakespeare")
+    split = workloads.partition(options["partition"])
+    plays = np.repeat(np.arange(35), 20)
+    parts = split(plays, options["clients"], generator=np.random.default_rng(0), user_ids=plays)
+    counts = [len(set(plays[part])) for part in parts]
+    assert sorted(counts) == [1] * 25 + [2] * 5
+    assert sum(map(len, parts)) == len(plays)
+
+
+def test_the_report_has_eight_clients_with_sizes_in_proportion_to_their_index():
+    for name in ("report-femnist", "report-small"):
+        options = parsed(name)
+        parts = workloads.partition(options["partition"])(np.zeros(3600), 8, generator=np.random.default_rng(0))
+        assert [len(part) for part in parts] == [100 * index for index in range(1, 9)]
+        ((rule, trainer),) = fields(name, rules.AsyncCurve)
+        assert isinstance(rule.correction, Tangent)
+        assert (rule.control, trainer.epochs) == ("keep", 5)
+        assert trainer.control_rate == pytest.approx(trainer.rate / 10)
+    assert parsed("report-femnist")["model"] == "lenet5"
 
 
 @pytest.mark.usefixtures("folder")
@@ -165,7 +188,7 @@ def test_queue_has_the_settings_of_5_1_5_2_and_g_3(name):
 
 
 def test_small_tables_need_no_files_of_the_user():
-    assert {name.partition("-")[0] for name in SMALL} == {"manifold", "orthofl", "queue", "masfl"}
+    assert {name.partition("-")[0] for name in SMALL} == {"manifold", "orthofl", "queue", "masfl", "report"}
     for name in SMALL:
         options = parsed(name)
         assert (options["data"], options["model"], options["seeds"]) == ("digits", None, 1)
