@@ -212,14 +212,17 @@ def is_synchronous(rule: Any) -> bool:
 
 
 def updates_per_step(rule: Any) -> int:
-    """Return the number of updates that a rule needs for one step.
+    """Return the number of updates that a rule, or the rule that it wraps, needs for one step.
 
     Example:
-        >>> from manifoldagg.federated.rules import FedAsync, FedBuff
-        >>> updates_per_step(FedBuff(5)), updates_per_step(FedAsync())
-        (5, 1)
+        >>> from manifoldagg.federated.rules import FedAsync, FedBuff, Momentum
+        >>> updates_per_step(FedBuff(5)), updates_per_step(Momentum(FedBuff(5))), updates_per_step(FedAsync())
+        (5, 5, 1)
     """
-    return int(getattr(rule, "buffer_size", None) or getattr(rule, "size", None) or 1)
+    size = getattr(rule, "buffer_size", None) or getattr(rule, "size", None)
+    if size is None and hasattr(rule, "rule"):
+        return updates_per_step(rule.rule)
+    return int(size or 1)
 
 
 def with_buffer_size(rule: Any, size: int) -> Any:
