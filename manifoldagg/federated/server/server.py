@@ -317,8 +317,8 @@ class Server:
             rule: a rule that equals the saved rule. Functions in the rule are compared by their names.
             replace: whether to accept another rule or clock than the saved one. If the new rule has the saved class and
                 a state of the same structure, the server restores the state of the rule and the client states.
-                Otherwise, it discards these states and the buffered updates. The clip and the noise of `Private` cannot be replaced, because they determine
-                the privacy loss so far.
+                Otherwise, it discards these states and the buffered updates. The clip and the noise of `Private`
+                cannot be replaced, because they determine the privacy loss so far.
             ignore_journal: whether to resume a checkpoint that has a journal without this journal. The updates after
                 the checkpoint are then lost.
             buffer_policy: the policies of the buffers, as in `of`. `None` uses the saved policies.
