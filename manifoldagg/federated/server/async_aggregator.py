@@ -49,10 +49,10 @@ STATE_KEYS = {"rule", "version", "models", "in_flight", "weights", "state", "pen
 class AsyncAggregator:
     """Asynchronous aggregator of client models for custom training loops.
 
-    The class wraps the function [`aggregate`][manifoldagg.aggregate] and stores what the function requires the caller
-    to store. For each task of a client, call `checkout` to get the start model, train it, and pass the trained model to
-    `submit`. If the client will not submit a model, call `cancel`. A client with several tasks at a time passes a name
-    for each task.
+    The class wraps the function [`aggregate`][manifoldagg.aggregate], and stores its state and the base models for the
+    caller. For each task of a client, call `checkout` to get the start model, train it, and pass the trained model to
+    `submit`. If the client will not submit a model, call `cancel`. A client may have several tasks at a time if each
+    task has another name.
 
     - The aggregator stores the current model, each older version with a task in flight, the state of the rule, the
       buffered updates and the client states.
@@ -110,7 +110,7 @@ class AsyncAggregator:
         self._space = check_parameter_space(space)
         self._space.layout.check_parameters("model")
         point = self._point(first)
-        # The models are stored as state dicts with separate adapter factors, although the space contains their products.
+        # The stored models contain separate adapter factors, whereas the space contains their products.
         self._layout = self._space.state_layout(first, "model: ")
         self._template = self._build_model(first)
         state = initial_state(rule, self._space, point, {"space": "model", "start": "model"})
