@@ -14,8 +14,8 @@ __all__ = ["Evictor"]
 LOG = logging.getLogger("manifoldagg")
 MIN_TRIM_BYTES = 2**20
 """The number of evicted bytes after which `malloc_trim` is called. If a quarter of the limit is larger, it applies."""
-# Freed aligned blocks leave holes that are too small for the next aligned block of the same size. Without `malloc_trim`,
-# the memory of a process would grow by the size of the evicted trees.
+# Freed aligned blocks leave holes that are too small for the next aligned block of the same size. Without
+# `malloc_trim`, the memory of a process would grow by the size of the evicted trees.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 

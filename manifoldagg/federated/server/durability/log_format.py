@@ -188,7 +188,7 @@ def _read_record(data: mmap.mmap, offset: int, magic: bytes, path: Path) -> tupl
         return None
     try:
         kind, content = decode(json.loads(text), _reject_tensor)
-    except Exception as error:  # The checksum is valid, so the record is not corrupted. Another program has written it.
+    except Exception as error:  # The checksum is valid, so another program has written the record.
         raise CheckpointError(f"{path}: record {lsn} was not written by this package: {error!r}") from None
     return StoredRecord(lsn, kind, content, path, end, payload_length), durable_lsn
 

@@ -142,7 +142,7 @@ class AtomicReference(Generic[T]):
                 return result
             mine: tuple[T, dict[int, Any]] = (value, {})
             if node[1].setdefault(NEXT, mine) is mine:
-                # An interrupt may prevent this assignment. The value is correct nevertheless, because readers follow the
-                # successors of a node.
+                # An interrupt may prevent this assignment. The value is correct nevertheless, because readers follow
+                # the successors of a node.
                 self._node = mine
                 return result

@@ -113,7 +113,7 @@ class JournalReplay:
         Warns:
             RuntimeWarning: if a replayed update returns another receipt than the recorded one.
         """
-        # A record of a ticket may come after the record of the update that has replaced the ticket's version. The models
+        # The record of a ticket may follow the record of the update that has replaced the ticket's version. The models
         # of such versions are kept until the last ticket that needs them.
         last_use = {record.content["pending"][1]: record.lsn for record in self.records if record.kind == "dispatched"}
         models: dict[int, StoredTree | None] = {}
