@@ -166,7 +166,7 @@ def scan(segment: Segment) -> tuple[list[StoredRecord], int, int]:
             durable_lsn = max(durable_lsn, mark)
             offset = record.payload_offset + record.payload_length
         num_trailing = len(data) - offset
-        # The durability mark of a record after the invalid one may prove that the invalid record was synced to the disk.
+        # The durability mark of a later record may prove that the invalid record was synced to the disk.
         while (offset := data.find(header["magic"], offset)) >= 0:
             found = _read_record(data, offset, header["magic"], path)
             durable_lsn = max(durable_lsn, found[1] if found else 0)

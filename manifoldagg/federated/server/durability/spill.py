@@ -180,7 +180,7 @@ def _map_file(file: FileIO, length: int) -> Any:
 
 
 def _unsupported_reason(tensor: Tensor) -> str | None:
-    """Return the property of a tensor because of which a file cannot store it. If a file can store it, return `None`."""
+    """Return the reason why a file cannot store a tensor. If a file can store it, return `None`."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
