@@ -187,7 +187,10 @@ class LinearStep:
     metrics: Callable[[Gram], dict[str, float]]
 
     def metrics_within(self, gram: Gram) -> dict[str, float]:
-        """Return the metrics of the step from the Gram matrix of a larger frame, which starts with this frame's rows."""
+        """Return the metrics of the step, given the Gram matrix of a larger frame.
+
+        The larger frame must start with the rows of this frame.
+        """
         gram = gram.first_rows(len(self.frame.rows))
         self.frame.remember_norms(gram.matrix.diagonal().tolist())
         return self.metrics(gram)
