@@ -150,9 +150,9 @@ class PendingBuffers:
 
     Attributes:
         weight: the sum of the weights of the updates.
-        total: the weighted sums of the buffers over the updates, with one vector for each group. A group with the policy
-            `"average"` has dtype float64. For other groups, the vector is not used. The tuple is empty if there is only
-            one update.
+        total: the weighted sums of the buffers over the updates, with one vector for each group. The vector of a group
+            with the policy `"average"` has the dtype float64. The vectors of other groups are not used. The tuple is
+            empty if there is only one update.
         latest: the buffers of the latest update. A buffer with the policy `"leave"` has the value of the server.
         count: the number of updates.
     """

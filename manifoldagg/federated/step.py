@@ -110,8 +110,8 @@ def step(
         the outcome contains the same object.
 
     Raises:
-        ManifoldAggError: if the update is invalid, or if the rule returns an invalid result. Only `out` may have
-            changed in this case, unless `atomic` is true.
+        ManifoldAggError: if the update is invalid, or if the rule returns an invalid result. If `atomic` is false,
+            `out` may have changed. Nothing else changes.
     """
     norms = before.norms
     kept = 1.0
