@@ -18,7 +18,7 @@ halfway."""
 def no_grad(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function so that it runs without gradients and outside of inference mode.
 
-    The decorators of torch are slower. Their overhead would double the time that a server needs to manage an update.
+    The decorators of torch are slower. One call of them takes as long as the server's own work for an update.
 
     Example:
         >>> no_grad(torch.is_grad_enabled)(), torch.is_grad_enabled()
