@@ -187,7 +187,7 @@ def map_state_dict(label: str, path: str | os.PathLike[str]) -> dict[str, Tensor
 
     Raises:
         ArgumentError: if the path is not that of a checkpoint.
-        CheckpointError: if a file is invalid. The message names the file.
+        CheckpointError: if a file is invalid. The message contains the path of the file.
     """
     tensors = open_checkpoint(label, path, FilePool()).tensors
     return {name: tensor.read().view(tensor.entry.shape) for name, tensor in tensors.items()}
@@ -203,7 +203,7 @@ def open_checkpoint(label: str, model: Any, pool: FilePool) -> CheckpointFiles:
 
     Raises:
         ArgumentError: if the model is of another type, or the path does not belong to a checkpoint.
-        CheckpointError: if a file is invalid. The message names the file.
+        CheckpointError: if a file is invalid. The message contains the path of the file.
     """
     if not isinstance(model, str | os.PathLike):
         return _in_memory(label, model)

@@ -103,9 +103,9 @@ def ensemble(
         The accuracy and NLL of the ensemble, of its members and of the single model, and the drawn coordinates.
 
     Raises:
-        ArgumentError: if an argument is invalid. The message names it.
+        ArgumentError: if an argument is invalid. The message starts with the name of the argument.
         StateDictError: if `model` does not have the layout of the space.
-        DivergenceError: if the logits of a model are NaN. The message names the model.
+        DivergenceError: if the logits of a model are NaN. The message contains the name of the model.
 
     Source: Benton et al. 2021, section 5; Garipov et al. 2018.
 

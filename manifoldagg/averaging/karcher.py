@@ -48,7 +48,7 @@ def karcher(
         residual $\|\sum_i w_i \log_m \Theta_i\|$ is computed before the mean is rounded.
 
     Raises:
-        ArgumentError: if an argument is invalid. The message names it.
+        ArgumentError: if an argument is invalid. The message starts with the name of the argument.
 
     Source: Manifold, Algorithm 1 (its last lines).
 
@@ -104,7 +104,7 @@ def check_versions(space: Manifold, versions: Versions, name: str = "versions") 
     """Check that all models are finite and have the same shape, dtype and device, and return them detached.
 
     Raises:
-        ArgumentError: if there is no model, or if a model is invalid. The message names the first invalid model.
+        ArgumentError: if there is no model, or if a model is invalid. The message describes the first invalid model.
     """
     points = _check_structure(space, versions, name)
     for i, point in enumerate(points):

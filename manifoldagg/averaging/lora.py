@@ -130,9 +130,9 @@ def average_adapters(
         $W + s B_{res} A_{res} + s \hat X$.
 
     Raises:
-        ArgumentError: if an argument is invalid. The message names it.
-        StateDictError: if a tensor is invalid, or if its average overflows its dtype. The message names the tensor and,
-            for an invalid tensor, the adapter.
+        ArgumentError: if an argument is invalid. The message starts with the name of the argument.
+        StateDictError: if a tensor is invalid, or if its average overflows its dtype. The message contains the name
+            of the tensor and, for an invalid tensor, the adapter.
 
     Warns:
         UserWarning: if the smallest retained singular value equals the largest discarded singular value. The nearest

@@ -87,10 +87,13 @@ def merge(
         (`mean.certificate.json`) or into the folder (`certificate.json`).
 
     Raises:
-        ArgumentError: if an argument is invalid (the message names it), if the models have different names, shapes or
-            dtypes (the message lists all differences), if the disk has too little free space, or if directions are too
-            far apart for a Karcher mean.
-        StateDictError: if a tensor is not finite. The message names the file and the tensor.
+        ArgumentError: in any of these cases:
+
+            - An argument is invalid. The message starts with the name of the argument.
+            - The models have different names, shapes or dtypes. The message lists all differences.
+            - The disk has too little free space.
+            - The directions are too far apart for a Karcher mean.
+        StateDictError: if a tensor is not finite. The message contains the file and the name of the tensor.
         CheckpointError: if a file is invalid or was changed during the merge, or after a system error.
         BusyError: if another process is writing the same result.
 

@@ -44,7 +44,7 @@ def gram_of(part: Part, start: int, stop: int) -> Float64[Tensor, "r r"]:
     """Compute the inner products of the used models over a range of entries, in the basis of `InnerProducts`.
 
     Raises:
-        StateDictError: if an entry is not finite. The message names the file and the tensor.
+        StateDictError: if an entry is not finite. The message contains the file and the name of the tensor.
     """
     origin = part.origin
     if part.kind == "factors":

@@ -252,7 +252,7 @@ class MergePlan:
         """Check that no input file was changed since its header was read.
 
         Raises:
-            CheckpointError: if a file was changed. The message names the file.
+            CheckpointError: if a file was changed. The message contains the path of the file.
         """
         for model in self.models:
             for path, size, modified, _ in model.identity if model.folder is not None else ():

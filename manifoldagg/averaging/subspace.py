@@ -185,7 +185,7 @@ def fit_subspace(
         The subspace, the coordinates and the residual of each point, and whether the descent converged.
 
     Raises:
-        ArgumentError: if an argument is invalid. The message names it.
+        ArgumentError: if an argument is invalid. The message starts with the name of the argument.
 
     Source: Manifold (13). Cost: one pass over the points, $O(m^2 P)$, then algebra on m points in m - 1 coordinates.
 

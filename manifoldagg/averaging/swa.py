@@ -100,7 +100,7 @@ class SWA:
         periodic: $C$, the period of `reset_point`. `None` disables resets.
 
     Raises:
-        ArgumentError: if an argument is invalid. The message names it.
+        ArgumentError: if an argument is invalid. The message starts with the name of the argument.
 
     Source: Manifold, Algorithm 1; Report, section on its server and Algorithm 1; Izmailov et al. 2018; Guo et al. 2022
     (periodic).

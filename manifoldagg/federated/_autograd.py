@@ -1,4 +1,4 @@
-"""A decorator that disables gradients and inference mode."""
+"""A decorator that disables gradients and inference mode in a function."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -11,13 +11,14 @@ __all__ = ["no_grad"]
 P = ParamSpec("P")
 T = TypeVar("T")
 set_grad_enabled = torch._C._set_grad_enabled
-"""The C function of torch, which an interrupt cannot stop halfway as it can stop the public Python class."""
+"""The C function of torch. The public class `torch.set_grad_enabled` runs Python code, which an interrupt can stop
+halfway."""
 
 
 def no_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function to run without gradients and outside of inference mode.
+    """Decorate a function so that it runs without gradients and outside of inference mode.
 
-    The decorators of torch take as long as the bookkeeping of an update.
+    The decorators of torch are slower. One call of them takes as long as the server's own work for an update.
 
     Example:
         >>> no_grad(torch.is_grad_enabled)(), torch.is_grad_enabled()

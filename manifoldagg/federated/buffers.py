@@ -1,4 +1,4 @@
-"""Model buffers: the tensors of a model that are not trained, and their update policies."""
+"""Buffers: the tensors of a model that are not trained, such as running means, and the policies of their updates."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +31,7 @@ __all__ = [
 
 VARIANCE_SUFFIX = "running_var"
 MAX_COUNT = 2**53
-"""The largest counter that clients may return. Counting further batches cannot overflow below this limit."""
+"""The largest counter that clients may return. It is low enough that counting further batches cannot overflow."""
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
 _device = attrgetter("device")
@@ -40,9 +40,14 @@ _is_cpu = attrgetter("is_cpu")
 
 @dataclass(frozen=True)
 class BufferGroup:
-    """Names and shapes of buffers with the same policy, dtype and device.
+    """Group of buffers with the same policy, dtype and device, which are stored in one vector.
 
     A group contains only variances, only batch counters, or only other buffers.
+
+    Attributes:
+        policy: the policy of the buffers, such as `"average"`.
+        names: the name of each buffer.
+        shapes: the shape of each buffer.
     """
 
     policy: str
@@ -56,7 +61,7 @@ class BufferGroup:
 
     @cached_property
     def is_counter(self) -> bool:
-        """Whether the buffers are batch counters, which never decrease."""
+        """Whether the buffers are counters of batches, which must not decrease."""
         return self.names[0].endswith(COUNTER)
 
     @cached_property
@@ -66,18 +71,18 @@ class BufferGroup:
 
     @cached_property
     def is_1d(self) -> bool:
-        """Whether all buffers have one dimension, as in batch normalisation. Such buffers need no reshaping."""
+        """Whether all buffers have one dimension, as in batch normalisation, so that they need no reshaping."""
         return all(len(shape) == 1 for shape in self.shapes)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedBuffers(Mapping[str, Tensor]):
-    """Mapping from names to buffers, with one vector for each group of buffers.
+    """Mapping from names to buffers, which stores each group of buffers in one vector.
 
     Args:
-        groups: the groups.
-        vectors: the vector of each group, which concatenates the buffers of the group.
-        order: the names of the buffers in their original order.
+        groups: the groups of buffers.
+        vectors: the vector of each group, which is the concatenation of the buffers of the group.
+        order: the names of all buffers in their original order.
     """
 
     groups: tuple[BufferGroup, ...] = ()
@@ -86,7 +91,12 @@ class PackedBuffers(Mapping[str, Tensor]):
 
     @classmethod
     def of(cls, policy_by_name: Mapping[str, str], tensors: Mapping[str, Tensor]) -> "PackedBuffers":
-        """Copy the buffers in `tensors` into groups according to their policies."""
+        """Copy buffers into groups.
+
+        Args:
+            policy_by_name: the policy of each buffer.
+            tensors: the buffers, by name.
+        """
         held = TensorList([tensors[name] for name in policy_by_name])
         devices = CPU if held.devices <= {CPU} else tuple(map(_device, held))
         groups = _group_buffers(
@@ -111,12 +121,12 @@ class PackedBuffers(Mapping[str, Tensor]):
         return replace(self, vectors=tuple(vector.clone() for vector in self.vectors))
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Return copies of the buffers by name. Each group is copied in one call."""
+        """Return copies of the buffers by name. Each group is copied by one call of torch."""
         return self._split(torch.split_with_sizes_copy)
 
     @cached_property
     def requested_names(self) -> tuple[str, ...]:
-        """The names of the buffers that clients return: all buffers with a policy other than `"leave"`."""
+        """The names of the buffers that clients return, which are the buffers without the policy `"leave"`."""
         left = {name for group in self.groups if group.policy == "leave" for name in group.names}
         return tuple(name for name in self.order if name not in left)
 
@@ -136,12 +146,14 @@ class PackedBuffers(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class PendingBuffers:
-    """Buffers of the updates that arrived since the model last moved.
+    """Buffers of the updates that have arrived since the last step that changed the model.
 
     Attributes:
         weight: the sum of the weights of the updates.
-        total: for each group, the weighted sum of the averaged buffers in float64. Empty if there is only one update.
-        latest: the latest value of each buffer. Buffers with the policy `"leave"` have the values of the server.
+        total: the weighted sums of the buffers over the updates, with one vector for each group. The vector of a group
+            with the policy `"average"` has the dtype float64. The vectors of other groups are not used. The tuple is
+            empty if there is only one update.
+        latest: the buffers of the latest update. A buffer with the policy `"leave"` has the value of the server.
         count: the number of updates.
     """
 
@@ -151,12 +163,12 @@ class PendingBuffers:
     count: int = 1
 
     def tree(self) -> dict[str, Any]:
-        """Return a tree of plain values and tensors for `of_tree`."""
+        """Return the pending buffers as a tree of plain values and tensors for `of_tree`."""
         return {**vars(self), "latest": buffers_to_tree(self.latest)}
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> "PendingBuffers":
-        """Return the pending buffers that `tree` stored."""
+        """Restore pending buffers from a result of `tree`."""
         return cls(**{**tree, "latest": buffers_from_tree(tree["latest"])})
 
 
@@ -168,13 +180,20 @@ def accumulate(
     *,
     name: str = "buffers",
 ) -> PendingBuffers:
-    """Add the buffers of an update to the pending buffers. The buffers are copied.
+    """Add copies of the buffers of an update to the pending buffers.
 
-    A value that equals the server's value is always accepted, such as an infinity in an attention mask.
+    A value is valid if it is finite, and not negative in a variance. A value that equals the server's value is always
+    valid. An example is an infinity in an attention mask.
+
+    Args:
+        pending: the pending buffers. `None` if there are no pending updates.
+        received: the buffers of the update.
+        current: the server's buffers.
+        weight: the weight of the update in averages.
+        name: the start of error messages.
 
     Raises:
-        ArgumentError: if another value is not finite, if a variance is negative, or if the pending buffers have other
-            names or policies.
+        ArgumentError: if a value is invalid, or if the pending buffers have other names or policies.
     """
     vectors = []
     if pending is not None and pending.latest.groups != current.groups:
@@ -202,14 +221,17 @@ def accumulate(
 
 
 def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapping[str, float]) -> PackedBuffers:
-    r"""Return the buffers after a step. An averaged buffer becomes $b + s\,(\bar b - b)$.
+    r"""Return the server's buffers after a step of the model.
 
-    Here, $b$ is the server's value, $\bar b$ is the mean of the updates, and $s$ is the step of the model.
+    A buffer with the policy `"average"` becomes $b + s\,(\bar b - b)$. Here, $b$ is the server's value, $\bar b$ is the
+    weighted mean of the updates, and $s \in [0, 1]$ is the position of the new model on the curve of the update. All
+    other buffers become their latest values in `pending`.
 
     Args:
-        pending: the buffers of the updates.
-        current: the server's buffers.
-        numbers: the metrics of the outcome. The entry `step` is $s$, clipped to [0, 1], with the default 1.
+        pending: the buffers of the updates since the last step.
+        current: the server's buffers before the step.
+        numbers: the metrics of the step. The metric `step`, clipped to [0, 1], is $s$. If it is missing or not finite,
+            $s$ is 1.
     """
     told = numbers.get("step", 1.0)
     part = min(max(told, 0.0), 1.0) if math.isfinite(told) else 1.0
@@ -222,7 +244,7 @@ def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapp
             continue
         mean = pending.total[i] / pending.weight if pending.total else latest
         on_the_way = mean if part == 1 else torch.lerp(mine.double(), mean.double(), part)
-        # Equal values remain unchanged, because interpolating between equal infinities gives NaN.
+        # Equal values are copied, because the interpolation between equal infinities is NaN.
         after.append(torch.where(mean == mine, mine, on_the_way.to(mine.dtype)))
     return replace(current, vectors=tuple(after))
 
@@ -230,10 +252,16 @@ def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapp
 def initial_buffers(
     space: Manifold, buffers: Mapping[str, Tensor] | None, buffer_policy: BufferPolicy
 ) -> tuple[PackedBuffers, dict[str, str]]:
-    """Return copies of the initial buffers of a server, and the policy of each buffer.
+    """Return copies of the initial buffers of a server, and the policy of each buffer by name.
+
+    Args:
+        space: the space of the models.
+        buffers: the initial buffers. `None` means that the server has no buffers.
+        buffer_policy: the policies of the buffers, as in `InitialModel`.
 
     Raises:
-        ArgumentError: if the buffers do not match the layout of the space.
+        ArgumentError: if there are policies but no buffers, or if the space is not a `ParameterSpace`.
+        StateDictError: if the buffers do not match the layout of the space.
     """
     if buffers is None:
         if buffer_policy:
@@ -263,7 +291,7 @@ def buffers_to_tree(buffers: PackedBuffers) -> dict[str, Any]:
 
 
 def buffers_from_tree(tree: Mapping[str, Any]) -> PackedBuffers:
-    """Convert a tree of `buffers_to_tree` back to buffers.
+    """Restore buffers from a result of `buffers_to_tree`.
 
     Example:
         >>> buffers_from_tree(buffers_to_tree(PackedBuffers())) == PackedBuffers()
@@ -272,7 +300,7 @@ def buffers_from_tree(tree: Mapping[str, Any]) -> PackedBuffers:
     return PackedBuffers(tuple([BufferGroup(*group) for group in tree["groups"]]), tree["vectors"], tree["order"])
 
 
-# The result is cached, because callers of `aggregate` pass the same names and shapes in each call.
+# The groups are cached, because callers of `aggregate` pass models with the same names and shapes in each call.
 @lru_cache(maxsize=64)
 def _group_buffers(
     policy_items: tuple[tuple[str, str], ...],
@@ -280,7 +308,14 @@ def _group_buffers(
     dtypes: tuple[torch.dtype, ...],
     devices: torch.device | tuple[torch.device, ...],
 ) -> tuple[BufferGroup, ...]:
-    """Group buffers by policy, dtype, device and kind. `devices` is one device, or one device for each buffer."""
+    """Group buffers by policy, dtype, device and kind.
+
+    Args:
+        policy_items: the name and the policy of each buffer.
+        shapes: the shape of each buffer.
+        dtypes: the dtype of each buffer.
+        devices: one device for all buffers, or the device of each buffer.
+    """
     found: dict[tuple[str, torch.dtype, torch.device, tuple[bool, bool]], dict[str, tuple[int, ...]]] = {}
     each = devices if isinstance(devices, tuple) else repeat(devices)
     for (name, policy), shape, dtype, device in zip(policy_items, shapes, dtypes, each, strict=False):
@@ -290,7 +325,7 @@ def _group_buffers(
 
 
 def _concatenate(tensors: Mapping[str, Tensor], group: BufferGroup, device: torch.device) -> Tensor:
-    """Concatenate the tensors of a group in one call. Hundreds of separate calls would take milliseconds."""
+    """Concatenate the tensors of a group by one call of torch, because hundreds of calls would take milliseconds."""
     mine = [tensors[name] for name in group.names]
     if device != CPU or not all(map(_is_cpu, mine)):
         mine = [tensor.to(device) for tensor in mine]
@@ -304,7 +339,7 @@ def _expected_values(group: BufferGroup, dtype: torch.dtype) -> str:
 
 
 def _is_finite(received: Tensor, current: Tensor, group: BufferGroup) -> bool:
-    """Return whether each value is valid or equals the server's value. Variances must not be negative."""
+    """Return whether each received value is valid, as `accumulate` defines it, or equals the server's value."""
     if not (received.is_floating_point() or received.is_complex()):
         return not group.is_counter or bool((received <= MAX_COUNT).all())
     theirs = upcast_8bit(received)

@@ -1,4 +1,4 @@
-"""Limits on updates: norm, clipping, cosine and sample count."""
+"""Limits on the norm, the cosine, the sample count and the staleness of updates."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -21,10 +21,10 @@ from manifoldagg.manifolds.formulas import norm
 __all__ = ["DEFAULT_LIMITS", "NormLimitError", "Norms", "UpdateLimits", "clip_update", "update_norm", "with_norm"]
 
 MAX_WINDOW = 10**6
-"""The largest number of clients in the window of norms. Each update computes a median over the window."""
+"""The largest allowed `norm_window`. The server computes a median over the window for each update."""
 
 Norms = tuple[tuple[Hashable, float], ...]
-"""The latest norm of each client, with the oldest norm first."""
+"""Pairs of a client and the norm of its latest update, with the oldest update first."""
 
 
 class NormLimitError(ArgumentError):
@@ -32,7 +32,7 @@ class NormLimitError(ArgumentError):
 
     Attributes:
         limit: the largest allowed norm.
-        norms: the latest norm of each client. For the client of the rejected update, the value is `limit`.
+        norms: the latest norms of the clients after the rejection. The norm of the rejected client is `limit`.
     """
 
     def __init__(self, message: str, limit: float) -> None:
@@ -45,44 +45,44 @@ class NormLimitError(ArgumentError):
 class UpdateLimits(KeywordHints):
     r"""Limits beyond which the server rejects or clips an update.
 
-    Norm: the norm of an update is the largest distance of a point from the base, $\max_i d(\Theta^t, \varphi_i)$.
+    An update consists of the control points $\varphi_1, \dots, \varphi_n$, of which $\varphi_n$ is the client's model.
+    $\Theta^t$ is the base from which the client started, and $\Theta^\tau$ is the current model. On a curved space,
+    $\exp$ and $\log$ are the exponential map and the logarithm at $\Theta^t$. A limit of `None` is disabled.
 
-    Clipping: an update of norm r is clipped to the norm c by
-    $\varphi_i \leftarrow \exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$ with $\lambda = \min(1, c / r)$. On a flat
-    space, this is $\Theta^t + \lambda (\varphi_i - \Theta^t)$. The rule receives the clipped points. Additional tensors
-    are not clipped. The receipt reports `clipped`, and the history reports $\lambda$ as `clip`.
-
-    Cosine: the cosine of an update is the cosine between $v = \log_{\Theta^t} \varphi_n$ and the drift
-    $g = \log_{\Theta^t} \Theta^\tau$ in the metric at $\Theta^t$. Updates with zero staleness or zero norm always pass
-    this limit.
+    - Norm: the norm of an update is the largest distance of a point from the base, $\max_i d(\Theta^t, \varphi_i)$.
+    - Clipping: an update with the norm $r$ is clipped to the norm $c$ by
+      $\varphi_i \leftarrow \exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$ with $\lambda = \min(1, c / r)$. On a
+      flat space, this is $\Theta^t + \lambda (\varphi_i - \Theta^t)$. The rule receives the clipped points. Additional
+      tensors are not clipped. The receipt reports `clipped`, and the history contains $\lambda$ as `clip`.
+    - Cosine: the cosine of an update is the cosine of the angle between its displacement
+      $v = \log_{\Theta^t} \varphi_n$ and the drift $g = \log_{\Theta^t} \Theta^\tau$, in the metric at $\Theta^t$. An
+      update whose staleness or norm is zero always satisfies this limit.
 
     Args:
         max_norm: the largest norm.
-        norm_factor: the largest norm as a multiple of the median norm of the other clients.
-        norm_window: the number of clients over which the median is computed: those with the latest updates. Zero norms
-            do not count. A clipped update counts with its clipped norm. An update that `norm_factor` rejects counts
-            with the largest allowed norm, so the limit grows if most clients send longer updates.
-        norm_after: the minimum number of other clients for `norm_factor` and `clip_factor`. With fewer clients, these
-            limits do not apply.
-        clip: the norm to which longer updates are clipped.
-        clip_factor: the clipping norm as a multiple of the median norm of the other clients. If `clip` is also given,
-            the smaller norm applies.
+        norm_factor: the largest norm as a multiple of the median norm of the other clients' updates.
+        norm_window: the number of clients with the latest updates from which the median is computed. Zero norms do not
+            count. A clipped update counts with its clipped norm. An update that `norm_factor` rejects counts with the
+            largest allowed norm, so that the limit grows if most clients send longer updates.
+        norm_after: the smallest number of other clients for which `norm_factor` and `clip_factor` apply.
+        clip: the norm to which the server clips longer updates.
+        clip_factor: the norm to which the server clips longer updates, as a multiple of the median norm of the other
+            clients' updates. If `clip` is also given, the smaller norm applies.
         min_cosine: the smallest cosine, in [-1, 1].
         max_samples: the largest sample count.
-        samples_factor: the cap f of a sample count as a multiple of the median sample count of the other clients. The
-            weight uses the capped count, and the receipt reports `clipped`. If n - 1 clients report equal counts, the
-            weight of another client is at most f / (f + n - 1). `None` disables the cap.
-        max_points: the largest number of control points. The cost of a step grows at least quadratically with this
-            number.
+        samples_factor: the largest sample count as a multiple f of the median sample count of the other clients. The
+            server caps a larger count, and the receipt reports `clipped`. If n - 1 clients report equal counts, the
+            weight of the remaining client is at most f / (f + n - 1).
+        max_points: the largest number n of control points. The cost of a step grows at least quadratically with n.
         max_staleness: the largest staleness, in versions.
 
     Raises:
         ArgumentError: if a limit is out of range.
 
-    Source: clipping as in Sun et al. 2019 (Can You Really Backdoor Federated Learning?), section 4.
+    Source: Sun et al. 2019 (Can You Really Backdoor Federated Learning?), section 4, for clipping.
 
-    Cost: a limit on the norm or the cosine reads the points and the base once before the rule. The limit `min_cosine`
-    also reads the model. A clipped update is read and written once more.
+    Cost: if there is a limit on the norm or the cosine, the server reads the points and the base once before it calls
+    the rule. For `min_cosine`, it also reads the current model. It reads and writes a clipped update once more.
 
     Example:
         >>> UpdateLimits(norm_factor=10.0).check_norm(25.0, others=[1.0, 2.0, 3.0, 2.0, 2.0])
@@ -120,7 +120,8 @@ class UpdateLimits(KeywordHints):
         if self.norm_window > MAX_WINDOW:
             raise ArgumentError(f"norm_window: expected at most {MAX_WINDOW}, got {short_repr(self.norm_window)}")
         if self.norm_after > self.norm_window:
-            # If `norm_after` has its default, the user probably passed only `norm_window`. The message names it.
+            # If `norm_after` has its default, the user has probably passed only `norm_window`. The message then starts
+            # with this argument.
             if self.norm_after == UpdateLimits.norm_after:
                 raise ArgumentError(
                     f"norm_window: expected at least norm_after = {self.norm_after}, got {short_repr(self.norm_window)}"
@@ -136,15 +137,15 @@ class UpdateLimits(KeywordHints):
 
     @cached_property
     def needs_norms(self) -> bool:
-        """Whether a limit needs the norm or the cosine of an update."""
+        """Whether a limit depends on the norm or the cosine of an update."""
         limits = (self.max_norm, self.norm_factor, self.min_cosine)
         return self.uses_clipping or any(limit is not None for limit in limits)
 
     def check_space(self, space: Manifold) -> None:
-        """Check that a space supports the limits.
+        """Check that a space supports the operations that the limits need, such as `log`.
 
         Raises:
-            ArgumentError: if the space lacks operations that the limits need.
+            ArgumentError: if the space lacks an operation.
         """
         if space.flat or space.ambient or not self.needs_norms:
             return
@@ -155,10 +156,16 @@ class UpdateLimits(KeywordHints):
             )
 
     def apply(self, space: Manifold, update: Update, norms: Norms) -> tuple[Update, float, Norms]:
-        r"""Check an update against the limits and clip it.
+        r"""Check the norm and the cosine of an update, and clip the update.
+
+        Args:
+            space: the space of the models.
+            update: the update.
+            norms: the latest norms of the clients.
 
         Returns:
-            The update for the rule, the factor $\lambda$, and the latest norms of the clients including this update.
+            The clipped update for the rule, the factor $\lambda$, and the latest norms of the clients including this
+            update.
 
         Raises:
             ArgumentError: if the update exceeds a limit.
@@ -181,7 +188,9 @@ class UpdateLimits(KeywordHints):
         return update, kept, with_norm(norms, update.client, min(length, limit), self.norm_window)
 
     def clip_threshold(self, others: Sequence[float]) -> float:
-        """Return the clipping norm, given the norms of other clients. Without clipping, the result is infinity.
+        """Return the norm to which longer updates are clipped, or infinity if no clipping applies.
+
+        `others` contains the latest norms of the other clients.
 
         Example:
             >>> limits = UpdateLimits(clip=5.0, clip_factor=2.0, norm_after=3)
@@ -191,14 +200,14 @@ class UpdateLimits(KeywordHints):
         return min(math.inf if self.clip is None else self.clip, self._limit_by_median(self.clip_factor, others))
 
     def check_norm(self, norm: float, others: Sequence[float]) -> None:
-        """Check that a norm is a number within the limits.
+        """Check that a norm is a finite number and satisfies `max_norm` and `norm_factor`.
 
         Args:
-            norm: the norm to check.
-            others: the latest norms of other clients. Zeros do not count.
+            norm: the norm of an update.
+            others: the latest norms of the other clients. Zeros do not count.
 
         Raises:
-            ArgumentError: if the norm is NaN or exceeds a limit.
+            ArgumentError: if the norm is not finite or exceeds a limit.
             NormLimitError: if the exceeded limit is `norm_factor`.
         """
         check_number("points: norm", norm)
@@ -210,10 +219,13 @@ class UpdateLimits(KeywordHints):
             raise NormLimitError(f"points: expected a norm <= {limit:g} ({why}), got {norm:g}", limit)
 
     def _limit_by_median(self, factor: float | None, others: Sequence[float]) -> float:
-        """Return a multiple of the median norm, or infinity without `factor` or with fewer than `norm_after` norms."""
+        """Return `factor` times the median of the norms, or infinity if the limit does not apply.
+
+        The limit does not apply if `factor` is `None`, or if there are fewer than `norm_after` norms.
+        """
         if factor is None:
             return math.inf
-        # A zero norm lowers the median but says nothing about the size of other updates.
+        # A zero norm would lower the median, although it contains no information about the norms of other updates.
         norms = [norm for norm in others if norm > 0]
         return factor * float(np.median(norms)) if len(norms) >= self.norm_after else math.inf
 
@@ -222,7 +234,7 @@ DEFAULT_LIMITS = UpdateLimits()
 
 
 def with_norm(norms: Norms, client: Hashable, norm: float, window: int) -> Norms:
-    """Return the latest norms of at most `window` clients, including a new norm. A zero norm is ignored.
+    """Return the latest norms of at most `window` clients after a new update. A zero norm is ignored.
 
     Example:
         >>> with_norm((("a", 1.0), ("b", 2.0)), "a", 3.0, window=2)
@@ -234,22 +246,25 @@ def with_norm(norms: Norms, client: Hashable, norm: float, window: int) -> Norms
 
 
 def update_norm(space: Manifold, base: Tensor, points: Tensor) -> float:
-    r"""Return the norm $\max_i d(\Theta^t, \varphi_i)$ of an update. A norm that is NaN is returned as infinity."""
+    r"""Return the norm $\max_i d(\Theta^t, \varphi_i)$ of an update with points $\varphi_i$ and base $\Theta^t$.
+
+    If the norm is NaN, the result is infinity.
+    """
     return _norm_and_cosine(space, base, points, None)[0]
 
 
 def clip_update(space: Manifold, base: Tensor, points: Tensor, factor: float) -> Tensor:
     r"""Return the clipped points $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$.
 
-    On a flat space, each number is rounded once. For low-rank leaves, the result is the low-rank point nearest to the
-    scaled point. The distance of this point from the base can be up to twice the target distance. If the distance
-    exceeds the target, the function uses $\lambda / 2$.
+    On a flat space, the function rounds each entry of the result once. For low-rank leaves, it returns the low-rank
+    point that is nearest to the scaled point. The distance of this point from the base can be up to twice the target
+    distance. If this distance exceeds the target, the function clips by $\lambda / 2$ instead.
 
     Args:
         space: the space of the points.
         base: the base $\Theta^t$, (P,).
         points: the points $\varphi_i$, (n, P).
-        factor: the factor $\lambda \in (0, 1)$.
+        factor: the factor $\lambda \in (0, 1)$ by which the distances from the base shrink.
     """
     if space.flat:
         scaled = torch.empty_like(points, memory_format=torch.contiguous_format)
@@ -273,10 +288,10 @@ def _nearest_low_rank(space: Manifold, base: Tensor, points: Tensor, factor: flo
 
 
 def _norm_and_cosine(space: Manifold, base: Tensor, points: Tensor, current: Tensor | None) -> tuple[float, float]:
-    """Return the norm of an update and the cosine with the drift to `current`.
+    """Return the norm of an update, and the cosine of its displacement and the drift from `base` to `current`.
 
-    A norm that is NaN is returned as infinity. The cosine is NaN if `current` is `None`, or if the displacement or the
-    drift is zero.
+    If the norm is NaN, it is returned as infinity. The cosine is NaN if `current` is `None`, or if the displacement or
+    the drift is zero.
     """
     ends = points if current is None else [*points, current]
     if space.flat or space.ambient:

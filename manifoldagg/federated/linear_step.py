@@ -1,4 +1,4 @@
-"""Linear steps: steps whose coefficients do not depend on the inner products of their rows."""
+"""Computation of linear steps, whose coefficients do not depend on the inner products of their rows."""
 
 from dataclasses import replace
 
@@ -14,28 +14,31 @@ __all__ = ["measure"]
 def measure(
     state: State, outcome: Outcome, numbers: dict[str, float], *, compute: bool, out: Operand | None = None
 ) -> tuple[State, Outcome, dict[str, float]]:
-    """Check the rows of a linear step and add the metrics of the step. Other steps are returned unchanged.
+    """Compute the inner products of a linear step, check its rows, and add its metrics.
+
+    If the outcome has no linear step and its rows are already checked, the function returns its arguments unchanged.
 
     Args:
-        state: the next state.
-        outcome: the outcome of a plan.
+        state: the next state of the rule.
+        outcome: the outcome that the method `plan` of the rule has returned.
         numbers: the metrics of the outcome.
-        compute: whether to compute the new model and the sums in the same pass that measures the rows. Otherwise, the
-            caller computes them later, possibly in memory that the step reads.
-        out: an output buffer for the new model. The buffer is written even if the update is then rejected.
+        compute: whether to compute the new model and the sums in the state in the same pass as the inner products.
+            Otherwise, the caller computes them later. It may then write them to memory that the step reads.
+        out: an output buffer for the new model. The function may write to it even if it then rejects the update.
 
     Returns:
-        The next state, the outcome and the metrics including those of the linear step.
+        The next state, the outcome, and the metrics including those of the linear step.
 
     Raises:
         ArgumentError: if a row or the new model is not finite, or if the rule rejects the update.
 
-    Cost: one pass over the rows. With `compute=False`, computing the model later needs a second pass.
+    Cost: one pass over the rows. If `compute` is false, the caller needs a second pass to compute the new model.
     """
     model = outcome.model
     linear = outcome.linear
     if linear is None:
-        # A wrapper may return a new outcome without the linear step. The rows of the model are then still unchecked.
+        # A wrapper of the rule may have returned a new outcome without the linear step. Nothing has then checked the
+        # rows of the model.
         if not isinstance(model, Combination) or model.frame.has_norm_bounds:
             return state, outcome, numbers
         linear = LinearStep(model.frame, _no_metrics)

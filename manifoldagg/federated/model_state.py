@@ -1,4 +1,4 @@
-"""The model state of a server: an immutable object that each step replaces."""
+"""The class `ModelState`, which contains the model of a server and the state of its rule."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -11,15 +11,16 @@ __all__ = ["ModelState"]
 
 @dataclass(frozen=True)
 class ModelState:
-    r"""Immutable state of a server model. Each step returns a new state.
+    r"""Immutable state of a server model. Each update replaces it by a new object.
 
     Attributes:
-        current: the model $\Theta^\tau$.
+        current: the current model $\Theta^\tau$.
         state: the state of the rule.
         buffers: the buffers of the model.
-        pending_buffers: the buffers of the updates that arrived since the model last moved.
-        version: the version $\tau$, which is the number of times that the model has moved.
-        norms: the latest norms of recent clients, if a limit needs norms.
+        pending_buffers: the buffers of the updates that have arrived since the last step that changed the model. `None`
+            if there are none.
+        version: the version $\tau$, which is the number of steps that have changed the model so far.
+        norms: the norms of the latest updates by client, if a limit depends on norms. Otherwise empty.
     """
 
     current: Point

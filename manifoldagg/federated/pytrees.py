@@ -1,4 +1,4 @@
-"""Pytrees: nested dicts, lists and tuples with tensors, numbers or other values as leaves."""
+"""Pytrees: nested dicts, lists and tuples whose leaves are tensors, numbers or other values."""
 
 from collections.abc import Callable, Mapping
 from itertools import chain, repeat
@@ -33,7 +33,7 @@ NO_ROWS: Mapping[Combination, Any] = MappingProxyType({})
 
 
 def tensors(tree: Tree) -> list[Tensor]:
-    """Return the tensors of a tree in the order of `tree_map`.
+    """Return the tensors of a tree, in the order in which `tree_map` visits them.
 
     Example:
         >>> tensors({"m": torch.ones(2), "count": 3})
@@ -53,7 +53,9 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def tree_map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
-    """Apply a function to the tensors of a tree. Unchanged subtrees are returned as the same objects.
+    """Return the tree with a function applied to each of its tensors.
+
+    A subtree whose tensors the function does not change is the same object in the result.
 
     Example:
         >>> tree_map({"m": [torch.ones(2)], "count": 3}, torch.neg)
@@ -73,7 +75,9 @@ def tree_map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def has_structure(tree: Tree, template: Tree) -> bool:
-    """Return whether a tree has all entries and tensor shapes of a template.
+    """Return whether a tree contains all entries of a template, with tensors of the same shapes.
+
+    The tree may contain further entries.
 
     Example:
         >>> template = {"m": torch.zeros(2)}
@@ -92,7 +96,8 @@ def has_structure(tree: Tree, template: Tree) -> bool:
 def copy_tensor(tensor: Tensor) -> Tensor:
     """Copy a tensor without its autograd history.
 
-    Tensors of medium size are copied in the calling thread, because starting threads would take longer than the copy.
+    The function copies tensors of medium size in the calling thread, because starting threads would take longer than
+    the copy.
 
     Example:
         >>> copy_tensor(torch.ones(2, requires_grad=True))
@@ -107,7 +112,7 @@ def copy_tensor(tensor: Tensor) -> Tensor:
 
 
 def unalias(tree: Tree, others: Tree) -> Tree:
-    """Return the tree with copies of all tensors that share memory with a tensor in `others`.
+    """Return the tree, in which copies replace all tensors that share memory with a tensor in `others`.
 
     Example:
         >>> x = torch.zeros(2)
@@ -124,7 +129,7 @@ def unalias(tree: Tree, others: Tree) -> Tree:
 
 
 def combinations(tree: Tree) -> list[Combination]:
-    """Return the linear combinations in a tree that have not been computed."""
+    """Return all linear combinations in a tree. A tree contains a `Combination` until its value is computed."""
     if isinstance(tree, Combination):
         return [tree]
     branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
@@ -132,11 +137,11 @@ def combinations(tree: Tree) -> list[Combination]:
 
 
 def materialize(tree: Tree, computed: Mapping[Combination, Any] = NO_ROWS) -> Tree:
-    """Return the tree with all linear combinations replaced by their values.
+    """Return the tree, in which the values of all linear combinations replace the combinations.
 
     Args:
         tree: the tree.
-        computed: combinations whose values are already known.
+        computed: a mapping from combinations to their values, if these are already known.
 
     Example:
         >>> materialize({"count": 3, "rule": {"version": 1}})
@@ -148,7 +153,7 @@ def materialize(tree: Tree, computed: Mapping[Combination, Any] = NO_ROWS) -> Tr
 
 
 def size_of(tree: Tree) -> int:
-    """Return the number of bytes of the tensors of a tree. Shared storages count once.
+    """Return the number of bytes of the storages of all tensors in a tree. A shared storage counts once.
 
     Example:
         >>> x = torch.zeros(8)
@@ -161,7 +166,7 @@ def size_of(tree: Tree) -> int:
 def introduces_nonfinite(new: Tree, old: Tree) -> bool:
     """Return whether `new` has a non-finite tensor at a position where `old` has a finite tensor or no tensor.
 
-    Objects that are identical in both trees are skipped.
+    The function skips an object that is at the same position in both trees.
 
     Example:
         >>> x = torch.tensor([float("inf")])
@@ -187,7 +192,10 @@ def introduces_nonfinite(new: Tree, old: Tree) -> bool:
 
 
 def upcast_8bit(tensor: Tensor) -> Tensor:
-    """Convert an 8-bit floating tensor to float32, because 8-bit dtypes have no arithmetic operations."""
+    """Convert an 8-bit floating-point tensor to float32, because torch has no arithmetic in 8-bit dtypes.
+
+    Other tensors are returned unchanged.
+    """
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
@@ -202,7 +210,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _storages(tree: Tree) -> dict[int, int]:
-    """Return the size of each storage of a tree by address. Empty storages are ignored."""
+    """Return a mapping from the address of each storage in a tree to its size in bytes, without empty storages."""
     held: dict[int, int] = {}
     ahead = [tree]
     while ahead:

@@ -1,6 +1,6 @@
 """Schedules: learning rates that depend on the version of the server model.
 
-Any function of an integer is a valid rate.
+A rule accepts a number, a schedule of this module, or any other function from the version to a number.
 """
 
 import math
@@ -19,14 +19,15 @@ __all__ = ["Cosine", "Cyclic", "Rate", "Weight", "rate_at", "weight_at"]
 Rate = float | Callable[[int], float]
 """A learning rate: a number, or a function of the version."""
 Weight = Callable[[int], float]
-"""A staleness weight: a function of the staleness, such as those of `manifoldagg.federated.staleness`."""
+"""A staleness weight: a function of the staleness, such as the classes of `manifoldagg.federated.staleness`."""
 
 
 @dataclass(frozen=True)
 class Cyclic:
     r"""Triangular rate schedule.
 
-    In each period of $T$ versions, the rate increases linearly from $a$ to $b$ and then decreases linearly to $a$:
+    In each period of $T$ versions, the rate increases linearly from $a$ to $b$ and then decreases linearly to $a$. The
+    rate at version $\tau$ is
 
     $$\eta(\tau) = a + (b - a)\left(1 - \left|\frac{2 (\tau \bmod T)}{T} - 1\right|\right).$$
 
@@ -38,7 +39,7 @@ class Cyclic:
     Raises:
         ArgumentError: if an option is out of range.
 
-    Source: Smith 2017, the triangular schedule.
+    Source: Smith 2017 (Cyclical Learning Rates for Training Neural Networks), the triangular schedule.
 
     Example:
         >>> [Cyclic(0.0, 1.0, 4)(version) for version in range(6)]
@@ -64,7 +65,7 @@ class Cosine:
     r"""Cosine rate schedule.
 
     Over $T$ versions, the rate changes from $a$ to $b$ along half a period of the cosine. Afterwards, the rate is
-    constant:
+    constant. The rate at version $\tau$ is
 
     $$\eta(\tau) = b + \tfrac12 (a - b)\left(1 + \cos \frac{\pi \min(\tau, T)}{T}\right).$$
 
@@ -77,7 +78,7 @@ class Cosine:
     Raises:
         ArgumentError: if an option is out of range.
 
-    Source: Loshchilov, Hutter 2017.
+    Source: Loshchilov and Hutter 2017 (SGDR: Stochastic Gradient Descent with Warm Restarts).
 
     Example:
         >>> [round(Cosine(1.0, 0.0, 4)(version), 3) for version in range(6)]
@@ -101,10 +102,10 @@ class Cosine:
 
 
 def check_rate(rate: Rate, name: str = "rate") -> Rate:
-    """Check that `rate` is a positive number or a function of the version, and return the rate.
+    """Return `rate` if it is a positive number or a function of the version.
 
     Raises:
-        ArgumentError: if `rate` is neither, or if `rate` is a class instead of an instance.
+        ArgumentError: if `rate` is neither of them, or if it is a class instead of an instance.
     """
     if not callable(rate):
         return check_number(name, rate, above=0)
@@ -113,10 +114,11 @@ def check_rate(rate: Rate, name: str = "rate") -> Rate:
 
 
 def rate_at(rate: Rate, version: int) -> float:
-    r"""Return the rate $\eta(\tau)$ as a number.
+    r"""Return the rate $\eta(\tau)$ at the version $\tau$ as a number.
 
     Raises:
-        RuleError: if the function does not return a finite number $\ge 0$. Exceptions of the function propagate.
+        RuleError: if `rate` is a function that does not return a finite number $\ge 0$. Exceptions of the function
+            propagate.
 
     Example:
         >>> rate_at(lambda version: 1 / (version + 1), 3)
@@ -126,10 +128,10 @@ def rate_at(rate: Rate, version: int) -> float:
 
 
 def weight_at(weight: Weight, staleness: int) -> float:
-    """Return the staleness weight $s(x)$ as a number.
+    """Return the staleness weight $s(x)$ at the staleness $x$ as a number.
 
     Raises:
-        RuleError: if the function does not return a finite number >= 0. Exceptions of the function propagate.
+        RuleError: if `weight` does not return a finite number >= 0. Exceptions of `weight` propagate.
 
     Example:
         >>> weight_at(lambda staleness: 0.5**staleness, 2)
@@ -149,10 +151,10 @@ def _evaluate(name: str, function: Callable[[int], float], argument: int) -> flo
 
 
 def check_function(name: str, function: Callable[[int], float]) -> None:
-    """Check that `function` is callable.
+    """Check that `function` is a callable and not a class.
 
     Raises:
-        ArgumentError: if `function` is not callable, or if `function` is a class instead of an instance.
+        ArgumentError: if `function` is not callable, or if it is a class instead of an instance.
     """
     if isinstance(function, type):
         raise ArgumentError(f"{name}: expected an instance, got the class {function.__name__}")
@@ -163,8 +165,8 @@ def check_function(name: str, function: Callable[[int], float]) -> None:
 def check_options(options: Any) -> None:
     """Validate the fields of a frozen dataclass according to their type annotations.
 
-    The function checks booleans, rates, functions of an integer and plain numbers. Tensors and arrays are rejected,
-    because they are mutable.
+    The function checks fields that are booleans, rates, staleness weights or plain numbers. It rejects tensors and
+    arrays, because they are mutable.
 
     Raises:
         ArgumentError: if a field is invalid.

@@ -1,7 +1,8 @@
 r"""Stability of asynchronous training: the largest stable step size, and a suggested learning rate.
 
-A step moves the model by $\rho$ times a stale displacement. With $m$ clients in flight, the displacement was computed
-about $m - 1$ versions ago. If $\rho$ is too large, the steps overshoot, the oscillation grows, and training diverges.
+A step adds $\rho$ times the displacement of a client's update to the model, where $\rho$ is the step size. If $m$
+clients train at the same time, the model has changed about $m - 1$ times since the client started. If $\rho$ is too
+large, the steps overshoot the minimum, the oscillation grows, and training diverges.
 """
 
 import math
@@ -25,33 +26,35 @@ __all__ = [
 ]
 
 RATE_KINDS = ("share", "step", "mean", "latest")
-"""The kinds of rates that are multiples of a displacement. Other rates are, for example, lengths of Adam steps."""
+"""The kinds of rates that multiply a displacement. Other rates have other units, such as the length of an Adam step."""
 
 
 def stability_limit(concurrency: int, buffer_size: int = 1) -> float:
     r"""Return the largest step size $\rho$ for which asynchronous training is stable.
 
-    The limit is exact for the following model. Each client has the loss $\frac12 \|x\|^2$ and trains to the minimum. A
-    client that started from $b_i$ therefore returns the displacement $-b_i$. In each step, $K$ random clients of the
-    $m$ clients in flight return and start again:
+    The limit is exact for the following model. Each client has the loss $\frac12 \|x\|^2$ of the model $x$ and trains
+    to the minimum at 0. A client $i$ that started from the base $b_i$ therefore returns the displacement $-b_i$. In
+    each step, a random set $S$ of $K$ clients among the $m$ clients in flight return. The server averages their
+    displacements, and the clients start again from the new model $x'$:
 
     $$x' = x - \frac{\rho}{K} \sum_{i \in S} b_i, \qquad b_i' = x' \ (i \in S), \qquad b_i' = b_i \ (i \notin S).$$
 
-    The second moments of $x$ and $b$ follow a linear recursion. Its spectral radius is below 1 if and only if
+    The second moments of $x$ and $b$ follow a linear recursion. The spectral radius of the recursion is below 1, so
+    that training is stable, if and only if
 
     $$2 m (m - K)\, \rho^2 + K (K^2 + K - 2 m)\, \rho < 2 K^2 (2 m - K - 1).$$
 
     Special cases:
 
-    - $K = 1$: $m \rho^2 < \rho + 2$.
-    - $K = m$ (synchronous rounds): $\rho < 2$, the limit of gradient descent.
+    - For $K = 1$, the condition is $m \rho^2 < \rho + 2$.
+    - For $K = m$ (synchronous rounds), the condition is $\rho < 2$, as for gradient descent.
     - If clients train only a fraction of the distance to the minimum, divide the limit by this fraction.
-    - If clients return in a fixed order and $K = 1$, the limit is $2 \sin \frac{\pi}{2 (2 m - 1)}$, which is lower
-      (Levin and May 1976). This limit is above $\pi / (2 m)$.
+    - If clients return in a fixed order and $K = 1$, the limit is $2 \sin \frac{\pi}{2 (2 m - 1)}$ (Levin and May
+      1976). It is lower than the limit for a random order, but above $\pi / (2 m)$.
 
     Args:
-        concurrency: the number $m$ of clients in flight.
-        buffer_size: the number $K$ of updates in each step. Values above `concurrency` count as `concurrency`.
+        concurrency: the number $m$ of clients in flight, which train at the same time.
+        buffer_size: the number $K$ of updates in each step. A value above `concurrency` is replaced by `concurrency`.
 
     Raises:
         ArgumentError: if an argument is not a positive integer.
@@ -69,7 +72,8 @@ def stability_limit(concurrency: int, buffer_size: int = 1) -> float:
 def _stability_limit(m: int, k: int) -> float:
     if k == m:
         return 2.0
-    # The larger root of a ρ² + b ρ = c with positive a and c. The two forms avoid cancellation of b and the root.
+    # The limit is the larger root of a ρ² + b ρ = c with positive a and c. Each of the two forms avoids cancellation
+    # between b and the square root for one sign of b.
     a, b, c = 2 * m * (m - k), k * (k * k + k - 2 * m), 2 * k * k * (2 * m - k - 1)
     root = math.sqrt(b * b + 4 * a * c)
     return (root - b) / (2 * a) if b <= 0 else 2 * c / (root + b)
@@ -78,11 +82,15 @@ def _stability_limit(m: int, k: int) -> float:
 def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
     r"""Suggest a stable learning rate for a rule, a number of clients and a concurrency.
 
-    With the suggested rate, the update of an average client moves the model by a fraction $\rho$ of its displacement.
-    The fraction is $\rho = 1 / (m + 1)$, or $\rho = \min(1, K / m)$ for a buffer of $K$ updates. The value
-    $1 / (m + 1)$ is at most about a quarter of [`stability_limit`][manifoldagg.federated.stability_limit]. It is at
-    most two thirds of the limit for clients that return in a fixed order. For a rule that adds the latest update of
-    every client in each step, the limit is lower, and the fraction is $\rho = 1 / (2 N)$.
+    With the suggested rate, the update of a client with an average weight moves the model by a fraction $\rho$ of its
+    displacement. The fraction depends on the rule, the number $N$ of clients and the concurrency $m$:
+
+    - For most rules, the fraction is $\rho = 1 / (m + 1)$. It is at most about a quarter of
+      [`stability_limit`][manifoldagg.federated.stability_limit], and at most two thirds of the lower limit for clients
+      that return in a fixed order.
+    - For a rule with a buffer of $K$ updates, the fraction is $\rho = \min(1, K / m)$.
+    - For a rule that adds the latest update of every client in each step, the stability limit is lower. The fraction is
+      $\rho = 1 / (2 N)$.
 
     | rate of the rule | $\rho$ | suggested rate |
     | --- | --- | --- |
@@ -93,13 +101,15 @@ def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
     | step on the mean of a synchronous cohort (`FedAvg`) | rate | 1 |
     | step on the mean of the latest updates of all clients (`ACE`) | rate | 1 / (2 N) |
 
-    Here, $s$ is the staleness weight of the rule at the mean staleness $m - 1$.
+    Here, $w_i$ is the client's share of the data, and $s$ is the staleness weight of the rule at the mean staleness
+    $m - 1$.
 
     In short runs, higher rates converge faster, up to about half of the stability limit.
 
     Args:
-        rule: a rule whose rate is a multiple of a displacement. For `Momentum` and `Private`, the wrapped rule counts.
-            For `Momentum`, the rate is divided by $1 / (1 - \beta)$.
+        rule: a rule whose rate multiplies a displacement. For the wrappers `Momentum` and `Private`, the result is the
+            rate of the wrapped rule. For `Momentum`, it is multiplied by $1 - \beta$, because the momentum $\beta$
+            enlarges steps by the factor $1 / (1 - \beta)$.
         num_clients: the number $N$ of participating clients.
         concurrency: the number $m \le N$ of clients that train at the same time.
 
@@ -125,7 +135,7 @@ def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
 
 
 def _suggested_rate(rule: Any, n: int, m: int) -> float:
-    """Return the suggested rate for n clients and m tasks in flight. A client may have several tasks."""
+    """Return the suggested rate for n clients and m tasks in flight. A client may have several tasks in flight."""
     inner, factor = rule, 1.0
     while hasattr(inner, "rule"):
         factor *= 1 - getattr(inner, "beta", 0.0)
@@ -143,7 +153,7 @@ def _suggested_rate(rule: Any, n: int, m: int) -> float:
     if kind == "latest":
         return factor / (2 * n)
     size = n if inner.weighted else 1
-    # The lower limit of the weight avoids a division by 0 and limits the share to 1.
+    # The lower bound of the staleness weight avoids a division by 0 and limits the share to 1.
     return factor * min(size, size / (m + 1) / max(weight_at(inner.staleness, m - 1), 1 / (m + 1)))
 
 
@@ -156,29 +166,32 @@ def warn_if_unstable(
     weight: float,
     num_clients: int,
 ) -> bool:
-    """Warn if the step of an average client exceeds the stability limit.
+    """Warn if the step size of a client with an average weight exceeds the stability limit.
 
-    The step is divided by N times the weight of the client, because one client with many samples does not make training
-    unstable. The concurrency is estimated as the smaller of two numbers: the number of tasks in flight, and
-    $K (\tau - t) + 1$ for the staleness $\tau - t$. The estimate ignores lost clients and single late updates.
+    The function divides the step size by N times the weight of the client, because a single client with many samples
+    does not make training unstable. It estimates the concurrency as the smaller of two numbers: the number of tasks in
+    flight, and $K x + 1$, where K is the number of updates in each step and x is the staleness. Because of the
+    minimum, neither lost clients nor a single late update increase the estimate.
 
     Args:
         rule: the rule that computed the step.
-        numbers: the metrics of the step. The entry `rate` is the step size.
-        staleness: the staleness in versions.
+        numbers: the metrics of the step. The metric `rate` is the step size.
+        staleness: the staleness x of the update in versions.
         num_in_flight: the number of tasks in flight, including the current task.
         weight: the weight of the client.
         num_clients: the number $N$ of clients that share the weights.
 
     Returns:
-        Whether the step is too large.
+        Whether the step size exceeds the limit.
 
     Warns:
-        StabilityWarning: if the step is too large. The message contains the step size, the limit and a stable rate.
+        StabilityWarning: if the step size exceeds the limit. The message contains the step size, the limit and a stable
+            rate.
     """
     kind = getattr(rule, "rate_kind", None)
     rho = numbers.get("rate", 0.0)
-    # A step by at most the whole distance to the client's model cannot overshoot.
+    # Rates of the kind "share" are excluded, because a step of at most the whole distance to the client's model cannot
+    # overshoot this model.
     if kind not in ("step", "mean") or not rho > 0:
         return False
     if kind == "step" and weight > 0:
@@ -188,7 +201,7 @@ def warn_if_unstable(
     k = updates_per_step(rule)
     m = max(1, min(k * staleness + 1, num_in_flight))
     limit = _stability_limit(m, min(k, m))
-    # The factor absorbs the rounding error of the mean weight.
+    # The tolerance covers the rounding error of the division by N times the weight.
     if rho <= limit * (1 + 1e-9):
         return False
     rate = _suggested_rate(rule, num_clients, num_in_flight)
@@ -201,7 +214,7 @@ def warn_if_unstable(
 
 
 def is_synchronous(rule: Any) -> bool:
-    """Return whether a rule waits for all clients of a cohort. The updates of such a rule are never stale.
+    """Return whether a rule waits for all clients of a cohort, so that its updates are never stale.
 
     Example:
         >>> from manifoldagg.federated.rules import DeFedAvg, FedAvg
@@ -212,7 +225,7 @@ def is_synchronous(rule: Any) -> bool:
 
 
 def updates_per_step(rule: Any) -> int:
-    """Return the number of updates that a rule, or the rule that it wraps, needs for one step.
+    """Return the number of updates from which a rule, or the rule that it wraps, computes one step.
 
     Example:
         >>> from manifoldagg.federated.rules import FedAsync, FedBuff, Momentum
@@ -226,10 +239,15 @@ def updates_per_step(rule: Any) -> int:
 
 
 def with_buffer_size(rule: Any, size: int) -> Any:
-    """Return a buffered rule, or a rule that wraps one, with another number of updates in each step.
+    """Return a copy of a buffered rule, or of a rule that wraps one, with another buffer size.
+
+    Args:
+        rule: the rule.
+        size: the number of updates in each step.
 
     Raises:
-        ArgumentError: if the rule has no buffer, or `size` is not a positive integer. The message names `buffer`.
+        ArgumentError: if the rule has no buffer, or if `size` is not a positive integer. The message starts with
+            `buffer`.
 
     Example:
         >>> from manifoldagg.federated.rules import FedBuff, Momentum
@@ -246,7 +264,7 @@ def with_buffer_size(rule: Any, size: int) -> Any:
 
 
 def has_buffer(rule: Any) -> bool:
-    """Return whether `with_buffer_size` accepts a rule.
+    """Return whether a rule, or a rule that it wraps, has a buffer whose size `with_buffer_size` can change.
 
     Example:
         >>> from manifoldagg.federated.rules import FedAsync, FedBuff

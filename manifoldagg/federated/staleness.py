@@ -1,4 +1,4 @@
-"""Staleness weights: factors s(x) for updates with staleness x."""
+"""Staleness weights: factors s(x) by which rules multiply their rate for an update with staleness x."""
 
 import sys
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from manifoldagg.federated.schedules import check_options
 __all__ = ["Constant", "Hinge", "Polynomial"]
 
 MAX_STALENESS = sys.float_info.max
-"""The largest staleness in formulas. Python cannot convert larger integers to floats."""
+"""The largest staleness in the formulas, because Python cannot convert larger integers to floats."""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """The constant weight $s(x) = 1$."""
+    """Constant staleness weight $s(x) = 1$."""
 
     def __call__(self, staleness: int) -> float:
         return 1.0
@@ -22,7 +22,13 @@ class Constant:
 
 @dataclass(frozen=True)
 class Polynomial:
-    """The polynomial weight $s(x) = (x + 1)^{-a}$.
+    r"""Polynomial staleness weight $s(x) = (x + 1)^{-a}$ for the staleness $x$.
+
+    Args:
+        a: the exponent $a \ge 0$. A larger exponent reduces the weight of stale updates more.
+
+    Raises:
+        ArgumentError: if `a` is negative.
 
     Example:
         >>> Polynomial(0.5)(3)
@@ -41,7 +47,14 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class Hinge:
-    r"""The hinge weight: $s(x) = 1$ if $x \le b$, else $1 / (a (x - b) + 1)$.
+    r"""Staleness weight that decreases only above a threshold: $s(x) = 1$ if $x \le b$, else $1 / (a (x - b) + 1)$.
+
+    Args:
+        a: the slope $a \ge 0$ of the denominator.
+        b: the threshold $b \ge 0$ of the staleness $x$, in versions.
+
+    Raises:
+        ArgumentError: if an option is negative.
 
     Example:
         >>> Hinge(a=1.0, b=4.0)(7)

@@ -2,9 +2,10 @@
 
 The function `step` has three phases:
 
-1. Plan: the rule computes the coefficients of the step from small matrices.
-2. Check: `step` validates the result.
-3. Commit: `step` computes the new model and the sums in the state. This phase cannot fail.
+1. Plan: the rule computes the coefficients of the step from small matrices, such as the inner products of models.
+2. Check: `step` validates the result of the rule.
+3. Commit: `step` computes the new model and the new state of the rule from the coefficients. This phase cannot fail,
+   so that an error never leaves a partial result.
 """
 
 from collections.abc import Mapping
@@ -29,19 +30,22 @@ from manifoldagg.manifolds import Manifold, ParameterSpace
 __all__ = ["StepPlan", "run_rule", "step"]
 
 PLAIN_TYPES = frozenset({int, float, bool, str, type(None)})
-"""The types of state entries that cannot contain non-finite tensors and need no copy."""
+"""The types of state entries that contain no tensors, and therefore need neither a check nor a copy."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The configuration of a step, which is the same for all updates.
+    """Configuration of a step, which is the same for all updates of a server.
 
     Args:
         space: the space of the models.
         rule: the rule that computes the step.
         policies: the policy of each buffer, by name.
         update_limits: the limits on norms and cosines.
-        buffers_label: the name of the buffers in error messages.
+        buffers_label: the name of the argument with the buffers, for error messages.
+
+    Raises:
+        ArgumentError: if the rule is private, and a buffer policy or a limit would reveal information about a client.
     """
 
     space: Manifold
@@ -66,7 +70,7 @@ class StepPlan:
 
     @cached_property
     def is_private(self) -> bool:
-        """Whether the rule adds differential privacy."""
+        """Whether the rule ensures differential privacy."""
         return bool(getattr(self.rule, "is_private", False))
 
     @cached_property
@@ -76,7 +80,7 @@ class StepPlan:
 
     @cached_property
     def narrow_space(self) -> ParameterSpace | None:
-        """The space if clients receive models in a narrower dtype than the server stores, else `None`."""
+        """The space if clients receive models in a narrower dtype than the server stores. Otherwise `None`."""
         return self.space if isinstance(self.space, ParameterSpace) and self.space.is_narrow else None
 
 
@@ -89,23 +93,25 @@ def step(
     *,
     atomic: bool = False,
 ) -> tuple[ModelState, Outcome]:
-    """Apply one update with a rule. The result shares no memory with the inputs.
+    """Apply an update to the model state with a rule. The result shares no memory with the inputs.
 
     Args:
         plan: the configuration of the step.
-        before: the state before the step. This state is not modified.
-        update: a validated update. The update is not modified, and the state stores copies of its tensors.
+        before: the model state before the step. It is not modified.
+        update: a validated update. It is not modified, and the new state contains only copies of its tensors.
         buffers: the buffers of the update.
-        out: an output buffer for the new model. `None` allocates new memory, which requires tensor lists.
-        atomic: whether `out` is written last, after all operations that can fail. With tensor lists, `out` may then be
-            a model that the rule reads.
+        out: an output buffer for the new model. `None` allocates new memory, and is possible only if the rule reads
+            lists of tensors.
+        atomic: whether `out` is written last, after all operations that can fail. If the rule reads lists of tensors,
+            `out` may then be one of the models that it reads.
 
     Returns:
-        The next model state and the outcome, whose numbers are floats. A client state that the rule has not changed is
-        the same object.
+        The next model state, and the outcome with the metrics as floats. If the rule has not changed the client state,
+        the outcome contains the same object.
 
     Raises:
-        ManifoldAggError: if an input is invalid. In this case, only `out` may have changed.
+        ManifoldAggError: if the update is invalid, or if the rule returns an invalid result. If `atomic` is false,
+            `out` may have changed. Nothing else changes.
     """
     norms = before.norms
     kept = 1.0
@@ -114,10 +120,11 @@ def step(
             update, kept, norms = plan.update_limits.apply(plan.space, update, norms)
         except ArgumentError:
             if not plan.is_private:
-                raise  # A private rule replaces an update with a non-finite norm by a zero update.
+                raise
+            # A private rule later replaces an update whose norm is not finite by zero. Raising would reveal the update.
     brought = update if plan.uses_tensor_lists else _without_aliases(before, update, out)
     state, outcome, numbers = run_rule(plan, before.state, brought, out, compute=not atomic)
-    if plan.update_limits.uses_clipping:  # the rule may clip the update a second time
+    if plan.update_limits.uses_clipping:  # The rule may have clipped the update again, so the factors are multiplied.
         numbers["clip"] = kept * numbers.get("clip", 1.0)
     if not plan.uses_tensor_lists and outcome.model is not None:
         _validate_model(plan, outcome.model, out)
@@ -136,7 +143,7 @@ def step(
         return replace(before, state=state, pending_buffers=waiting, norms=norms), Outcome(None, memory, numbers)
     if waiting is not None:
         after = apply_pending(waiting, after, numbers)
-    # The commit comes last, so that an error leaves the state unchanged.
+    # The commit phase comes last, so that an error leaves everything unchanged.
     model: Any = outcome.model if plan.uses_tensor_lists else out
     if isinstance(model, Combination):
         model = model.compute(out)
@@ -148,14 +155,14 @@ def step(
 def run_rule(
     plan: StepPlan, state: State, update: Update, out: Row | None = None, *, compute: bool = True
 ) -> tuple[State, Outcome, dict[str, float]]:
-    """Call the rule, and return the next state, the outcome and the metrics.
+    """Call a rule, and return its next state, its outcome and the metrics as floats.
 
     Args:
         plan: the configuration of the step.
         state: the state of the rule.
         update: a validated update.
         out: an output buffer for the new model. `None` allocates new memory.
-        compute: whether to compute the linear combinations of a linear step.
+        compute: whether to compute the linear combinations of a `LinearStep` now. Otherwise, the caller computes them.
 
     Raises:
         RuleError: if the rule returns an invalid result.
@@ -180,7 +187,7 @@ def run_rule(
 
 
 def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Update:
-    """Return the update with copies of the points and tensors that share memory with the state or with `out`."""
+    """Return the update with copies of those points and tensors that share memory with the state or with `out`."""
     mine = [update.base, before.current, before.state, update.client_state, out]
     points, tensors = unalias((update.points, update.tensors), mine)
     if points is update.points and tensors is update.tensors:
@@ -191,13 +198,20 @@ def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Upd
 def _own_finite_state(
     state: State, outcome: Outcome, before: ModelState, update: Update, out: Row | None
 ) -> tuple[State, Any]:
-    """Compute and check the next states, and copy tensors that share memory with inputs.
+    """Compute and check the next state of the rule and the next client state, and copy tensors that they do not own.
+
+    Args:
+        state: the next state of the rule, which may contain linear combinations that are not yet computed.
+        outcome: the outcome of the rule, which contains the next client state.
+        before: the model state before the step.
+        update: the update.
+        out: the output buffer for the new model.
 
     Returns:
-        The next state of the rule and the next client state.
+        The next state of the rule and the next client state, neither of which shares memory with the inputs.
 
     Raises:
-        ArgumentError: if a tensor in one of the states is not finite.
+        ArgumentError: if a tensor in one of the states is not finite, unless it was not finite before.
     """
     state = materialize(state)
     if not outcome.state_is_finite and (
@@ -223,24 +237,24 @@ def _validate_model(plan: StepPlan, model: Any, out: Any) -> None:
 
 
 def _check_receivable(plan: StepPlan, space: ParameterSpace, state: State, model: Any, current: Any) -> None:
-    """Check that the new model stays finite in the dtypes that clients receive.
+    """Check that the new model is finite in the dtypes that clients receive.
 
-    A rule may store displacements that later steps add, such as a momentum. If these displacements alone made the model
-    overflow, the server would have to reject all later updates. The check therefore includes the displacements that
-    `carried_displacements` returns.
+    A rule may store displacements that later steps add to the model, such as a momentum. If these displacements made
+    the model overflow, the server would have to reject all later updates. The check therefore also adds the
+    displacements that the method `carried_displacements` of the rule returns.
 
     Args:
         plan: the configuration of the step.
         space: the space of the models.
         state: the next state of the rule.
-        model: the new model. `None` if the model has not moved.
+        model: the new model. `None` if the step has not changed the model.
         current: the model before the step.
 
     Raises:
         ArgumentError: if a leaf overflows.
     """
     start = current if model is None else model
-    if not isinstance(start, Tensor):  # Tensor lists already have the dtypes of the leaves.
+    if not isinstance(start, Tensor):  # A list of tensors already has the dtypes that clients receive.
         return
     carried = getattr(plan.rule, "carried_displacements", None)
     terms = carried(state) if carried is not None and space.flat else ()

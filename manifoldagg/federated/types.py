@@ -1,14 +1,16 @@
 """Protocols and data types of rules, trainers and averages.
 
-One task uses these types:
+One task of a client uses these types in this order:
 
-1. The client receives a [`Ticket`][manifoldagg.federated.Ticket] with a [`Message`][manifoldagg.federated.Message].
-2. The trainer returns a [`Payload`][manifoldagg.federated.Payload].
-3. The server passes an [`Update`][manifoldagg.federated.Update] to the rule: the payload and the server's own data.
+1. The server sends a [`Ticket`][manifoldagg.federated.Ticket] with a [`Message`][manifoldagg.federated.Message] to the
+   client.
+2. The trainer of the client returns a [`Payload`][manifoldagg.federated.Payload].
+3. The server combines the payload with its own data about the client, and passes this
+   [`Update`][manifoldagg.federated.Update] to the rule.
 4. The rule returns an [`Outcome`][manifoldagg.federated.Outcome].
-5. The client receives a [`Receipt`][manifoldagg.federated.Receipt].
+5. The server sends a [`Receipt`][manifoldagg.federated.Receipt] to the client.
 
-A rule never accesses a loss, and a trainer never accesses the state of the server.
+A rule never accesses a loss function, and a trainer never accesses the state of the server.
 """
 
 import inspect
@@ -54,7 +56,7 @@ __all__ = [
 ]
 
 BUSY_PREFIX = "server: busy"
-"""The prefix of the reason if the server rejects an update because the server is busy."""
+"""The prefix of the rejection reason of a busy server."""
 State = Any
 """The state of a rule: a tree (nested dicts, lists, tuples) of tensors and numbers."""
 ClientState = Any
@@ -70,15 +72,15 @@ else:
 
 @dataclass(frozen=True)
 class Message:
-    """The data that the server sends to a client for one task.
+    """Data that the server sends to a client for one task.
 
     Attributes:
-        start: the model from which training starts, (P,).
-        tensors: additional tensors of the rule.
-        numbers: additional numbers of the rule.
-        buffers: the buffers of the model by name, if the server stores buffers.
+        start: the model from which training starts, as a vector (P,) of P parameters.
+        tensors: additional tensors that the rule sends, by name.
+        numbers: additional numbers that the rule sends, by name.
+        buffers: the buffers of the model by name. Empty if the server stores no buffers.
         requested_buffers: the names of the buffers that the client must return.
-        version: the version of the model, for schedules of trainers. `None` if the version is unknown.
+        version: the version of the model, from which trainers can compute schedules. `None` if it is unknown.
 
     Example:
         >>> Message(torch.zeros(10), {"m": torch.zeros(10, dtype=torch.float64)}, {"epochs": 3.0}).nbytes
@@ -94,23 +96,24 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all tensors, as transmitted."""
+        """The number of bytes of all tensors in the message."""
         return _total_nbytes(self.start, *self.tensors.values(), *self.buffers.values())
 
 
 @dataclass(frozen=True)
 class Payload:
-    r"""The data that a client returns after one task.
+    r"""Data that a client returns after one task.
 
     Attributes:
-        points: the control points $\varphi_1, \dots, \varphi_n$, (n, P). A plain model is one point.
+        points: the control points $\varphi_1, \dots, \varphi_n$ of a curve, with the shape (n, P). The last point
+            $\varphi_n$ is the trained model. A client that trains a plain model returns one point.
         samples: the number of samples that the client trained on.
-        tensors: additional tensors that the rule requires.
-        numbers: additional numbers that the rule requires.
-        client_state: the state of the trainer. The host passes this state to the client's next call of `train`.
-        buffers: the client's buffers by name, as requested in the message.
-        base: the start model $\Theta^t$, (P,). A client returns the base only if the ticket was issued with
-            `retain_base=False`, so that the server has not stored the start model.
+        tensors: additional tensors that the rule requires, by name.
+        numbers: additional numbers that the rule requires, by name.
+        client_state: the state of the trainer. It stays on the client. Pass it to the client's next call of `train`.
+        buffers: the client's values of the buffers that the message requests, by name.
+        base: the start model $\Theta^t$, with the shape (P,). A client returns the base only if the ticket was issued
+            with `retain_base=False`, so that the server has not stored it.
     """
 
     points: Float[Tensor, "n P"]
@@ -123,31 +126,32 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all transmitted tensors. The client state is not transmitted."""
+        """The number of bytes of all tensors in the payload, except the client state, which stays on the client."""
         base = () if self.base is None else (self.base,)
         return _total_nbytes(self.points, *self.tensors.values(), *self.buffers.values(), *base)
 
 
 @dataclass(frozen=True)
 class Update:
-    r"""A payload together with the server's data about the client.
+    r"""Input of a rule: the payload of a client, together with the server's data about this client.
 
-    Models have the shape (P,). For a rule with `accepts_tensor_lists`, a model is instead a row of the kernels: a
-    vector or a tuple of tensors.
+    Models have the shape (P,). For a rule with `accepts_tensor_lists`, a model is a row instead, which is either a
+    vector (P,) or a tuple of the tensors of a state dict.
 
     Attributes:
         client: the client that returned the payload.
-        base: the model $\Theta^t$ from which the client started.
-        current: the current server model $\Theta^\tau$.
-        points: the control points, (n, P). For a rule with `accepts_tensor_lists`, a tuple of n rows.
-        staleness: the staleness $\tau - t$ in versions, as recorded by the server.
-        weight: the client's share of the data $w_i$.
-        samples: the sample count of the payload, after the cap.
-        tensors: the additional tensors of the payload.
-        numbers: the additional numbers of the payload.
+        base: the model $\Theta^t$ of version $t$ from which the client started.
+        current: the current server model $\Theta^\tau$ of version $\tau$.
+        points: the control points $\varphi_1, \dots, \varphi_n$, with the shape (n, P). For a rule with
+            `accepts_tensor_lists`, this is a tuple of n rows.
+        staleness: the staleness $\tau - t$ in versions. The server computes it from the ticket.
+        weight: the client's share $w_i$ of the training data.
+        samples: the sample count of the payload, after the server has capped it.
+        tensors: the additional tensors of the payload, by name.
+        numbers: the additional numbers of the payload, by name.
         client_state: the state that the server stores for this client.
-        share: the weight of the client before normalisation. Rules use `share` for means over several updates, because
-            `weight` changes when clients join. `None` if the share is unknown.
+        share: the weight of the client before normalisation, such as its sample count. Rules use `share` for means over
+            several updates, because `weight` changes when clients join. `None` if the share is unknown.
         is_pseudo_gradient: whether the points are pseudo-gradients $\Theta^t - \varphi_i$, as in an outer optimizer.
             Pseudo-gradients require a rule with `accepts_tensor_lists`.
     """
@@ -168,21 +172,25 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class LinearStep:
-    """A step whose coefficients do not depend on inner products.
+    """Step whose coefficients do not depend on inner products of its inputs.
 
-    One pass over the parameters computes the new model together with the inner products. The inner products are used
-    only for checks and metrics.
+    The server can therefore compute the new model and the inner products in the same pass over the parameters. It uses
+    the inner products only for checks and metrics.
 
     Attributes:
-        frame: the flat frame whose rows are combined.
-        metrics: a function that checks the Gram matrix of the frame and returns the metrics of the step.
+        frame: the flat frame that contains the rows of the linear combination.
+        metrics: a function that checks the Gram matrix of the frame (the inner products of its rows), and returns the
+            metrics of the step.
     """
 
     frame: FrameRows
     metrics: Callable[[Gram], dict[str, float]]
 
     def metrics_within(self, gram: Gram) -> dict[str, float]:
-        """Return the metrics, given the Gram matrix of a larger frame that starts with the rows of this frame."""
+        """Return the metrics of the step, given the Gram matrix of a larger frame.
+
+        The larger frame must start with the rows of this frame.
+        """
         gram = gram.first_rows(len(self.frame.rows))
         self.frame.remember_norms(gram.matrix.diagonal().tolist())
         return self.metrics(gram)
@@ -190,17 +198,17 @@ class LinearStep:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a rule for one update.
+    """Result of a rule for one update.
 
     Attributes:
-        model: the new model, (P,), or the `Combination` that `Frame.move` returned. `None` if the rule buffered the
-            update.
-        client_state: the next client state. `None` if the rule stores no client state.
+        model: the new model as a vector (P,), or as the `Combination` that `Frame.move` returned. `None` if the rule
+            has buffered the update, so that the model does not change.
+        client_state: the next state of the client. `None` if the rule stores no client state.
         numbers: metrics for the receipt and the history, such as `cosine`, `step`, `norm` and `buffered`.
-        state_is_finite: whether the rule guarantees that its state is finite. The server then skips the check.
-            A wrapper that changes an outcome must set this field again.
-        linear: the linear step, if the coefficients do not depend on inner products. The metrics of the linear step are
-            added to `numbers`.
+        state_is_finite: whether the rule guarantees that its state is finite, so that the server skips its own check.
+            A wrapper that changes the outcome of another rule must set this field again.
+        linear: the linear step if the coefficients of the step do not depend on inner products. The server adds the
+            metrics of the linear step to `numbers`.
     """
 
     model: Point | Combination | None
@@ -212,11 +220,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Permission for one client to train once.
+    """Ticket for one task of a client, which `Server.dispatch` returns.
 
     Attributes:
-        id: the unique identifier to pass to `receive`.
-        version: the version of the start model.
+        id: the unique id of the ticket, which `Server.receive` requires.
+        version: the version of the server model at the dispatch.
         message: the input of the trainer.
         space: the space of the server.
     """
@@ -227,9 +235,9 @@ class Ticket:
     space: Manifold | None = field(default=None, compare=False, repr=False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the start model as a state dict for `load_state_dict`.
+        """Return the start model as a state dict, which `torch.nn.Module.load_state_dict` accepts.
 
-        The state dict contains the buffers that the server stores.
+        The state dict also contains the buffers that the server stores.
 
         Raises:
             ArgumentError: if the space is not a `ParameterSpace`.
@@ -239,19 +247,23 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Receipt:
-    r"""The server's response to an update.
+    r"""Response of the server to an update.
+
+    A metric that the rule does not compute is NaN.
 
     Attributes:
-        accepted: whether the rule applied or buffered the update.
+        accepted: whether the rule has applied or buffered the update.
         reason: the reason of a rejection. Empty if the update was accepted.
         version: the version of the server model after the update.
-        staleness: the staleness $\tau - t$ in versions.
-        weight: the weight $w_i$ of the update.
-        cosine: the cosine between the displacement and the drift. NaN if one of them is zero.
-        step: the position $s$ of the new model on the curve of the update.
-        norm: the distance that the model moved.
-        buffered: whether the rule buffered the update, so that the model has not moved.
-        clipped: whether the server capped the sample count, or a limit or the rule clipped the update.
+        staleness: the staleness of the update in versions. This is $\tau - t$, where $\tau$ is the version of the
+            server model before the update, and $t$ is the version from which the client started.
+        weight: the client's share $w_i$ of the training data.
+        cosine: the cosine of the angle between two vectors: the displacement of the client's model from its base, and
+            the drift of the server model from this base. It is NaN if one of them is zero.
+        step: the position of the new model on the curve of the update.
+        norm: the distance between the server models before and after the update.
+        buffered: whether the rule has buffered the update, so that the server model is unchanged.
+        clipped: whether the server has capped the sample count, or a limit or the rule has clipped the update.
 
     Example:
         >>> receipt = Receipt(False, "points: expected one model", version=3)
@@ -275,16 +287,16 @@ class Receipt:
     clipped: bool = False
 
     def asdict(self) -> dict[str, Any]:
-        """Return the fields by name as JSON values. Numbers that are not finite become `None`."""
+        """Return the fields as a dictionary of JSON values. NaN and infinite numbers become `None`."""
         fields = vars(self).items()
         return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in fields}
 
     def check(self) -> "Receipt":
-        """Return this receipt if the update was accepted, or raise an error.
+        """Return this receipt if the update was accepted. Otherwise, raise an error with the reason as its message.
 
         Raises:
-            BusyError: if the server was busy. The client may retry later.
-            ArgumentError: if the update was rejected for any other reason. The message is the reason.
+            BusyError: if the server was busy. The client may return the same update later.
+            ArgumentError: if the update was rejected for another reason.
         """
         if self.accepted:
             return self
@@ -295,54 +307,61 @@ class Receipt:
 
 @runtime_checkable
 class Rule(Protocol):
-    """Protocol of a server rule: an immutable object with pure methods.
+    """Protocol for the rules with which a server computes its next model from a client's update.
 
-    Optional attributes:
+    A rule is an immutable object, and its methods have no side effects. The server stores the state of the rule, passes
+    it to each method, and replaces it by the state that `step` returns.
 
-    - `tensors`: the additional tensors that a payload must contain, as a mapping from names to numbers of points. The
-      value k means the shape (k, P), and `None` means the shape (P,).
+    A rule may have these optional attributes:
+
+    - `tensors`: the additional tensors that a payload must contain, as a mapping from names to numbers of points. A
+      number k means the shape (k, P), and `None` means the shape (P,).
     - `numbers`: the names of the additional numbers that a payload must contain.
-    - `self_checked`: the names of the inputs whose finiteness the rule checks itself. The server skips these checks.
-      The name `"points"` includes the base.
-    - `accepts_tensor_lists`: whether the rule needs only a Gram matrix and a linear combination on flat spaces.
+    - `self_checked`: the names of the inputs whose finiteness the rule checks itself. The server then skips its own
+      check. The name `"points"` includes the base.
+    - `accepts_tensor_lists`: whether the rule needs only a Gram matrix and a linear combination of its inputs on flat
+      spaces.
 
     The server rejects a payload with missing or unexpected tensors or numbers.
 
-    A rule with `accepts_tensor_lists = True` reads models in place:
+    A rule with `accepts_tensor_lists = True` reads models in place, without copying them into a vector:
 
-    - A model is a row of the kernels: a vector (P,), or a tuple of the tensors of a state dict.
-    - `start`, `base` and `current` are rows, and `points` is a tuple of rows.
-    - The server calls `plan(space, state, update)` instead of `step`. The method `plan` does not write to any tensor.
-      The new model and the sums in the state are results of [`Frame.move`][manifoldagg.corrections.Frame.move] and
-      [`Frame.for_state`][manifoldagg.corrections.Frame.for_state]. The server computes these results after all checks
-      have passed.
+    - A model is a row, which is either a vector (P,) or a tuple of the tensors of a state dict. The models `start`,
+      `base` and `current` are rows, and `points` is a tuple of rows.
+    - The server calls `plan(space, state, update)` instead of `step`. This method returns the same values but does not
+      write to any tensor. It creates the new model with [`Frame.move`][manifoldagg.corrections.Frame.move], and the
+      sums in the state with [`Frame.for_state`][manifoldagg.corrections.Frame.for_state]. These methods return
+      descriptions of linear combinations. The server computes them after all checks have passed.
     """
 
     @property
     def cohort(self) -> int:
-        """The number of updates that the rule needs for a step: 1 for an asynchronous rule."""
+        """The number of updates that the rule needs for a step. It is 1 for an asynchronous rule."""
 
     def init(self, space: Manifold, start: Point) -> State:
-        """Return the state before the first step."""
+        """Return the state of the rule before the first step. `start` is the initial model."""
 
     def message(
         self, space: Manifold, state: State, current: Float[Tensor, " P"], client_state: ClientState
     ) -> Message:
-        """Return the message for a client. The server copies the start model, which may be `current`."""
+        """Return the message to a client.
+
+        The start model of the message may be `current` itself, because the server copies it.
+        """
 
     def step(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        """Process one update, and return the next state and the outcome.
+        """Process one update, and return the next state of the rule and the outcome.
 
-        The caller owns the tensors of `update`. A rule must clone the tensors that it stores, and may write only to
-        `out`, an optional output buffer for the new model.
+        The caller owns the tensors of `update`. The rule must clone a tensor to store it in the state, and it may write
+        only to `out`. The argument `out` is an optional output buffer for the new model.
         """
 
 
 @runtime_checkable
 class Trainer(Protocol):
-    """Protocol of a client's local training."""
+    """Protocol for the local training of a client."""
 
     def train(
         self,
@@ -354,26 +373,35 @@ class Trainer(Protocol):
         *,
         generator: torch.Generator,
     ) -> Payload:
-        """Train from `message.start` on `batches`, which can be iterated repeatedly."""
+        """Train a model on a client's data, and return the payload.
+
+        Args:
+            space: the space of the models.
+            message: the message of the server. Training starts from `message.start`.
+            loss: the loss function.
+            batches: the batches of the client's data, which can be iterated repeatedly.
+            client_state: the state in the payload of this client's previous task. `None` in the first task.
+            generator: the random generator.
+        """
 
 
 @runtime_checkable
 class Averaging(Protocol):
-    """Protocol of an average over the versions of a server model."""
+    """Protocol for an average over the versions of a server model."""
 
     @property
     def average(self) -> Float[Tensor, " P"] | None:
-        """The current average. `None` before the first version."""
+        """The current average as a vector (P,), or `None` before the first version."""
 
     def update(self, version: int, model: Float[Tensor, " P"]) -> None:
-        """Add a new version to the average.
+        """Add a new version of the model to the average.
 
-        The method may store `model` but must not modify it. After an interrupt, a server may pass the latest version
-        again. A repeated version must have no effect.
+        The method may store `model` but must not modify it. A repeated version must have no effect, because a server
+        may pass the latest version again after an interrupt.
         """
 
     def state(self) -> Any:
-        """Return the state for `load`: a tree of numbers and copied tensors."""
+        """Return the state of the average for `load`, as a tree of numbers and copied tensors."""
 
     def load(self, state: Any) -> None:
         """Restore a state that the method `state` returned."""
@@ -384,14 +412,14 @@ def _total_nbytes(*tensors: Tensor) -> int:
 
 
 def check_rule_protocol(rule: Rule, hint: str = "") -> Rule:
-    """Check that a rule is an instance with `cohort`, `init`, `message` and `step`.
+    """Return `rule` if it is an instance with `cohort`, `init`, `message` and `step`.
 
     Args:
         rule: the rule to check.
         hint: the end of the error message if `rule` is not a rule.
 
     Raises:
-        ArgumentError: if a method is missing, if `step` does not accept `out`, or if `rule` is a class.
+        ArgumentError: if an attribute is missing, if `step` does not accept `out`, or if `rule` is a class.
     """
     if isinstance(rule, type):
         raise ArgumentError(f"rule: expected an instance, got the class {rule.__name__}; write {rule.__name__}()")
@@ -422,20 +450,20 @@ def _accepts_out(kind: type) -> bool:
 
 
 def check_trainer(trainer: Trainer) -> Trainer:
-    """Check that a trainer is an instance with a `train` method.
+    """Return `trainer` if it is an instance with a method `train`.
 
     Raises:
         ArgumentError: if the method `train` is missing, or if `trainer` is a class or a PyTorch module.
     """
     given: object = trainer
-    # A torch module has a method `train` of its own, so it would pass the `isinstance` check.
+    # A PyTorch module has another method named `train`, so it would pass the `isinstance` check.
     if isinstance(given, type | torch.nn.Module) or not isinstance(given, Trainer):
         raise ArgumentError(f"trainer: expected an instance with `train`, got {short_repr(given)}")
     return trainer
 
 
 def check_parameter_space(space: Manifold | None) -> ParameterSpace:
-    """Check that a space is a `ParameterSpace`, whose points are models with named tensors.
+    """Return `space` if it is a `ParameterSpace`, whose points are models with named tensors.
 
     Raises:
         ArgumentError: if the space has another type.
@@ -446,14 +474,15 @@ def check_parameter_space(space: Manifold | None) -> ParameterSpace:
 
 
 def accepts_tensor_lists(rule: Rule, space: Manifold) -> bool:
-    """Return whether the server calls `plan` with lists of tensors on this space, instead of `step`."""
+    """Return whether the server calls `plan` of a rule with lists of tensors on this space, instead of `step`."""
     return space.flat and has_plan(rule)
 
 
 def has_plan(rule: Rule) -> bool:
-    """Return whether a rule accepts lists of tensors in `plan`.
+    """Return whether the method `plan` of a rule accepts lists of tensors.
 
-    If a subclass overrides only `step`, the result is false, and the server calls this `step` with whole vectors.
+    If a subclass overrides only `step`, the result is false, because `plan` of its base class would be wrong. The
+    server then calls `step` with vectors.
     """
     return bool(getattr(rule, "accepts_tensor_lists", False)) and _defines_plan_last(type(rule))
 
@@ -466,10 +495,10 @@ def _defines_plan_last(kind: type) -> bool:
 
 
 def check_averaging(averaging: Averaging | None) -> Averaging | None:
-    """Check that an object implements `Averaging`. `None` is also valid.
+    """Return `averaging` if it implements the protocol `Averaging` or is `None`.
 
     Raises:
-        ArgumentError: if the object lacks a method of `Averaging`, or if the object would overwrite the server's model.
+        ArgumentError: if the object lacks an attribute of `Averaging`, or if it would overwrite the server's model.
     """
     given: object = averaging
     if averaging is not None and not isinstance(given, Averaging):
@@ -484,7 +513,9 @@ def check_averaging(averaging: Averaging | None) -> Averaging | None:
 def extra_fields(rule: Rule) -> tuple[dict[str, int | None], tuple[str, ...]]:
     """Return the additional tensors and numbers that a rule requires in a payload.
 
-    The tensors are a mapping from names to numbers of points, where `None` means a single point.
+    Returns:
+        The mapping `tensors` from names to numbers of points, where `None` means a single point without a batch
+        dimension, and the tuple `numbers` of names.
 
     Raises:
         ArgumentError: if `tensors` is not such a mapping, or if `numbers` is not a sequence of names.

@@ -1,4 +1,4 @@
-"""Client weights: the share of each client in the training data."""
+"""Weights of clients: the share of each client in the training data."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
@@ -16,33 +16,35 @@ __all__ = ["Weights", "check_client"]
 
 KINDS = ("observed", "uniform")
 EARLY_REPORTS = 64
-"""Up to this number of clients, the first report of each client updates the caps of all earlier reports."""
+"""The number of clients up to which the first report of each client caps all earlier reports again."""
 MAX_SAMPLES = 2**53
-"""The largest sample count. All integers up to 2**53 are exact as floats."""
+"""The largest sample count, because a float represents all integers up to 2**53 exactly."""
 MIN_REPORTS = 5
-"""The number of other reports from which the cap uses the median instead of the lower median."""
+"""The smallest number of other reports for which the cap uses the median instead of the lower median."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    r"""Weights $w_i$ of the clients and the sample counts from which they are computed.
+    r"""Weights $w_i$ of the clients, with the sample counts from which they are computed.
 
-    There are three kinds of weights:
+    There are three kinds of weights. $|D_i|$ is the sample count of client i, and N is the number of participating
+    clients. A client participates if it has a ticket or has returned an update.
 
-    - `"given"`: $w_i = |D_i| / \sum_j |D_j|$ with fixed sample counts $|D_i|$.
-    - `"uniform"`: $w_i = 1 / N$ for N participating clients.
-    - `"observed"`: $w_i = |D_i| / (N \bar D)$ with the reported sample counts and their mean $\bar D$.
-
-    A client participates if it has returned an update or has a ticket.
+    - `"given"`: $w_i = |D_i| / \sum_j |D_j|$ with fixed sample counts of all clients.
+    - `"uniform"`: $w_i = 1 / N$.
+    - `"observed"`: $w_i = |D_i| / (N \bar D)$ with the sample counts that the clients report with their updates. Here,
+      $\bar D$ is the mean of the reported counts.
 
     Attributes:
-        cap_factor: the cap of a sample count as a multiple of the median of other reports. `None` disables the cap.
+        cap_factor: the largest sample count as a multiple of the median of the other clients' reports. `None` disables
+            this cap.
         kind: the kind of the weights.
         sample_counts: the given sample counts, by client.
-        reported: the latest sample count of each client. Before the first update of a client, the entry is minus the
-            number of its tickets.
-        total: the sum of the given sample counts, or of the reported sample counts for other kinds.
-        bit_length_histogram: the number of clients whose reported count has 0, 1, 2 ... binary digits.
+        reported: the latest sample count of each participating client. Before the first update of a client, the entry
+            is the negative number of its tickets.
+        total: the sum of the given sample counts for the kind `"given"`, and the sum of the reported sample counts for
+            the other kinds.
+        bit_length_histogram: the number of clients whose reported count has 0, 1, 2 and more binary digits.
 
     Example:
         >>> weights = Weights.of({"ward-7": 30, "ward-8": 10}, None)
@@ -63,10 +65,11 @@ class Weights:
 
         Args:
             spec: a mapping from clients to sample counts, `"uniform"` or `"observed"`.
-            cap_factor: the cap of a sample count as a multiple of the median of other reports.
+            cap_factor: the largest sample count as a multiple of the median of the other clients' reports. `None`
+                disables this cap.
 
         Raises:
-            ArgumentError: if a sample count is not a positive integer up to $2^{53}$.
+            ArgumentError: if `spec` has another form, or if a sample count is not a positive integer up to $2^{53}$.
         """
         cap_factor = None if cap_factor is None else float(cap_factor)
         if isinstance(spec, str):
@@ -94,10 +97,11 @@ class Weights:
         return len(self.sample_counts if self.kind == "given" else self.reported)
 
     def check(self, client: Hashable) -> Hashable:
-        """Check the name of a client and return the name as `check_client` does.
+        """Return the name of a client if it is valid and the client has a weight.
 
         Raises:
-            ArgumentError: if the name is invalid, or if the weights are given and the client has no weight.
+            ArgumentError: if the name is invalid as in `check_client`, or if the weights are given and the client is
+                not among them.
         """
         client = check_client(client)
         if self.kind == "given" and client not in self.sample_counts:
@@ -106,7 +110,7 @@ class Weights:
         return client
 
     def with_client(self, client: Hashable) -> "Weights":
-        """Return the weights after a client has received a ticket. The client then participates."""
+        """Return the weights after a client has received a ticket, so that it participates."""
         before = self.reported.get(client, 0)
         if before > 0:
             return self
@@ -129,14 +133,15 @@ class Weights:
     def capped(self, client: Hashable, samples: int) -> int:
         """Return the sample count of a client, limited to `cap_factor` times the median of the other clients' reports.
 
-        There is no cap if `cap_factor` is `None`, if there are no other reports, or if the kind is not `"observed"`.
-        With fewer than five other reports, the cap uses the lower median, so that a single client cannot raise the cap.
+        - There is no cap if `cap_factor` is `None`, if no other client has reported, or if the kind is not
+          `"observed"`.
+        - With fewer than five other reports, the cap uses the lower median. Otherwise, a single client could raise the
+          cap.
+        - `with_report` caps early reports again when more clients have reported. It does so at the first report of each
+          of the first 64 clients, and later when the number of reporting clients reaches a power of two.
 
-        Reports that arrived early are capped again when more clients have reported. This happens at the first report of
-        each of the first 64 clients, and later whenever the number of clients reaches a power of two.
-
-        Cost: one read of `bit_length_histogram`. A count above `cap_factor` / 2 times the median needs one pass over
-        all clients.
+        Cost: one read of `bit_length_histogram`. If the count may exceed the cap, the method also needs one pass over
+        all clients. Only counts above `cap_factor` / 2 times the median may exceed the cap.
         """
         factor = self.cap_factor
         if self.kind != "observed" or factor is None:
@@ -145,7 +150,8 @@ class Weights:
         known = len(self.reported) - self.bit_length_histogram[0] - (before > 0)
         if known == 0:
             return samples
-        # The median is at least the lower of the two middle values. The histogram gives its number of binary digits.
+        # The median is at least the lower of the two middle values. The histogram contains the number of binary digits
+        # of this value. A value with d digits is at least 2 ** (d - 1).
         digits = _bit_length_at(self.bit_length_histogram, (known - 1) // 2, before.bit_length())
         if samples <= factor * 2 ** (digits - 1):
             return samples
@@ -157,7 +163,7 @@ class Weights:
         return min(samples, above * twice // (2 * below))
 
     def weight(self, client: Hashable, samples: int) -> float:
-        """Return the weight $w_i$ of a client that reports `samples`."""
+        """Return the weight $w_i$ of a client that reports the capped sample count `samples`."""
         if self.kind == "given":
             return self.sample_counts[client] / self.total
         before = max(self.reported.get(client, 0), 0)
@@ -170,13 +176,13 @@ class Weights:
         return samples * seen / (everybody * total)
 
     def share(self, client: Hashable, samples: int) -> float:
-        """Return the weight before normalisation: the sample count, or 1 for uniform weights."""
+        """Return the weight of a client before normalisation, which is its sample count, or 1 for uniform weights."""
         if self.kind == "given":
             return float(self.sample_counts[client])
         return float(samples) if self.kind == "observed" else 1.0
 
     def with_report(self, client: Hashable, samples: int) -> "Weights":
-        """Return the weights after a report of a client. The sample count must already be capped."""
+        """Return the weights after a client has reported a sample count, which must already be capped."""
         found = self.reported.get(client)
         if found == samples:
             return self
@@ -190,7 +196,7 @@ class Weights:
         after = Weights(self.cap_factor, self.kind, self.sample_counts, reported, total, histogram)
         is_first = not before and self.kind == "observed"
         if is_first and _is_recap_due(len(reported) - histogram[0]) and after._may_exceed_a_cap:
-            # Without a new cap, an early count would distort all weights until its client reports again.
+            # An early, uncapped count would otherwise distort all weights until its client reports again.
             known = after
             for name, amount in known.reported.items():
                 after = after.with_report(name, known.capped(name, amount)) if amount > 0 else after
@@ -198,7 +204,7 @@ class Weights:
 
     @property
     def _may_exceed_a_cap(self) -> bool:
-        """Whether the bit lengths of the reports allow that a report exceeds its cap."""
+        """Whether a report may exceed its cap, as far as the bit lengths of the reports can tell."""
         if self.cap_factor is None:
             return False
         histogram = self.bit_length_histogram
@@ -207,7 +213,7 @@ class Weights:
         return 1 << (len(histogram) - 1) > self.cap_factor * (1 << (shortest - 1))
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `of_state`."""
+        """Return the state as plain values for `of_state`."""
         return {"kind": self.kind, "sample_counts": dict(self.sample_counts), "reported": dict(self.reported)}
 
     @classmethod
@@ -218,12 +224,12 @@ class Weights:
 
         Args:
             state: the result of `state`.
-            spec: new weights, as in `of`, which replace the saved weights. The reports are restored in any case. `None`
-                uses the saved weights.
-            cap_factor: the cap factor, which is not part of the state.
+            spec: new weights, as in `of`, which replace the saved ones. `None` means the saved weights. In both cases,
+                the saved reports of the clients are restored.
+            cap_factor: the cap factor as in `of`, because `state` does not contain it.
 
         Raises:
-            ArgumentError: if `state` is invalid, or if `spec` lacks a participating client.
+            ArgumentError: if `state` is invalid, or if `spec` is a mapping without a participating client.
         """
         if not isinstance(state, Mapping) or set(state) != {"kind", "sample_counts", "reported"}:
             raise ArgumentError("weights: state: expected the result of Weights.state()")
@@ -246,9 +252,14 @@ class Weights:
 
 
 def check_client(client: Hashable, name: str = "client") -> Hashable:
-    """Check that the name of a client is hashable and compares by content, and return the name.
+    """Return the name of a client if it is hashable and can be compared by its content.
 
-    A NumPy scalar is converted to a Python value, because comparing a NumPy scalar with a tuple returns an array.
+    The function converts a NumPy scalar to a Python value, because comparing a NumPy scalar with a tuple returns an
+    array.
+
+    Args:
+        client: the name of the client.
+        name: the argument that contains the name, for error messages.
 
     Raises:
         ArgumentError: if the name is not hashable, does not equal itself, or contains a tensor.
@@ -263,7 +274,7 @@ def check_client(client: Hashable, name: str = "client") -> Hashable:
         plain = client.item() if isinstance(client, np.generic) else client
         if plain is not client and plain == client and hash(plain) == hash(client):
             client = plain
-    except Exception:  # `__hash__` and `__eq__` of the name may raise any exception
+    except Exception:  # The methods `__hash__` and `__eq__` of the name may raise any exception.
         raise ArgumentError(f"{name}: expected a hashable name, got one of type {type(client).__name__}") from None
     if not found:
         raise ArgumentError(f"{name}: expected a name that equals itself, got {short_repr(client)}")
@@ -271,7 +282,7 @@ def check_client(client: Hashable, name: str = "client") -> Hashable:
 
 
 def _components(name: Any) -> Iterator[Any]:
-    """Yield a name and, recursively, the components of a tuple or a frozen set."""
+    """Yield a name and, if it is a tuple or a frozen set, recursively its components."""
     yield name
     if isinstance(name, tuple | frozenset):
         for part in name:
@@ -279,12 +290,12 @@ def _components(name: Any) -> Iterator[Any]:
 
 
 def _is_recap_due(num_reports: int) -> bool:
-    """Return whether to update the caps of earlier reports after this number of reports."""
+    """Return whether earlier reports are capped again after this number of clients has reported."""
     return num_reports <= EARLY_REPORTS or num_reports & (num_reports - 1) == 0
 
 
 def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int | None = None) -> tuple[int, ...]:
-    """Return the histogram after adding a count of `bit_length` digits and removing a count of `removed` digits."""
+    """Add a count with `bit_length` binary digits to the histogram, and remove a count with `removed` digits."""
     longer = [*histogram, *[0] * (bit_length + 1 - len(histogram))]
     longer[bit_length] += 1
     if removed is not None:
@@ -295,7 +306,10 @@ def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int 
 
 
 def _bit_length_at(histogram: tuple[int, ...], rank: int, excluded: int) -> int:
-    """Return the bit length at `rank` among the non-zero counts, ignoring one count of `excluded` digits."""
+    """Return the number of binary digits of the count at position `rank` of the sorted, non-zero counts.
+
+    One count with `excluded` digits is ignored.
+    """
     for digits in range(1, len(histogram)):
         rank -= histogram[digits] - (digits == excluded)
         if rank < 0:

@@ -1,3 +1,3 @@
-"""The federated server: `aggregate`, `AsyncAggregator`, `Server` and their shared parts."""
+"""The function `aggregate`, the classes `AsyncAggregator` and `Server`, and the modules that they share."""
 
 __all__: list[str] = []

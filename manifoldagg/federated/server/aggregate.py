@@ -47,7 +47,7 @@ __all__ = [
 CURRENT, BASE = "current: ", "base: "
 INIT_NAMES = {"space": "current", "start": "current"}
 STEP_NAMES = {"points": "update", "space": "current"}
-"""The arguments of `aggregate` in error messages, for the arguments of a rule's methods."""
+"""Mappings from the argument names of a rule's methods to those of `aggregate`. Error messages contain the latter."""
 USAGE = "aggregate(rule, state, current, base, update)"
 ADAPTERS_HINT = (
     "pass space=ParameterSpace.of_state_dict(model, adapters=True) for their products, or the same with adapters=False"
@@ -61,17 +61,20 @@ SPACE_KEYWORDS = {
 INFO_KEYWORDS = {
     name: f"pass info=UpdateInfo({name}=...)" for name in ("client", "weight", "samples", "difference", "share")
 }
-"""Options of an update or a space that are not keywords of `aggregate`, and how to pass them."""
+"""Hints for options that are not keywords of `aggregate`, because they belong to the space or to `UpdateInfo`."""
 
 
 @dataclass(frozen=True)
 class AggregateState:
-    """State that `aggregate` returns if the state of the rule is not sufficient for the next call.
+    """State for the next call of `aggregate` if the state of the rule alone is not sufficient.
+
+    `aggregate` returns such an object if there are client states, or if updates with model buffers wait for a step of
+    the rule. Otherwise, it returns the plain state of the rule.
 
     Attributes:
         state: the state of the rule.
-        pending_buffers: the buffers of the updates since the last move of the model.
-        client_states: the state of each client.
+        pending_buffers: the model buffers of the updates since the last step that changed the model.
+        client_states: the state of each client, by the name of the client.
     """
 
     state: State
@@ -80,12 +83,12 @@ class AggregateState:
 
     @classmethod
     def of(cls, state: State) -> "AggregateState":
-        """Return the state that `aggregate` returned as an `AggregateState`."""
+        """Convert a result of `aggregate` to an `AggregateState`, if it is the plain state of a rule."""
         return state if isinstance(state, AggregateState) else cls(state)
 
 
 class StepResult(NamedTuple):
-    """The result of a step: the new model, the next state, the metrics, and whether the model moved."""
+    """Result of a step: the new model, the next state, the metrics, and whether the step changed the model."""
 
     model: Any
     state: State
@@ -106,61 +109,74 @@ def aggregate(
     space: ParameterSpace | None = None,
     out: Model | None = None,
 ) -> tuple[Any, State, dict[str, float]]:
-    r"""Aggregate a client's model into the server's model with one step of `rule`. The client's model may be stale.
+    r"""Aggregate the model of one client into the model of the server, with one step of a rule.
 
-    A model is a state dict, or a list of tensors or NumPy arrays. The new model has the type, order, dtypes and devices
-    of `current`. The function modifies only `out`.
+    A model is a state dict, or a list of tensors or NumPy arrays. The client's model may be stale: the server's model
+    may have changed since the client started to train. The function returns a new model and modifies only `out`.
 
-    For models in float32 or float64, the result is bit-identical to the result of a [`Server`][manifoldagg.Server].
-    Narrower models are rounded in every call, whereas a server stores a float32 master model. Tensors that share
-    storage are tied and count once.
+    - The new model has the type, the order, the dtypes and the devices of `current`.
+    - For models in float32 or float64, the result is bit-identical to the result of a [`Server`][manifoldagg.Server].
+      For narrower dtypes, the function rounds the new model in every call, whereas a server stores a float32 master
+      model.
+    - Tensors that share storage are tied parameters and count once.
 
     Args:
-        rule: the rule, such as `FedAsync(0.6)` or `AsyncBezier(threshold=1.0, rate=0.5)`.
-        state: the state that the previous call returned, including the client states; `None` in the first call.
-        current: the server's current model $\Theta^\tau$.
-        base: the model $\Theta^t$ that the client started from. The caller must store this model.
-        update: the client's model. For a curve, a sequence of models: the control points
-            $\varphi_1, \dots, \varphi_n$, of which the last is the client's model.
+        rule: the aggregation rule, such as `FedAsync(0.6)` or `AsyncBezier(threshold=1.0, rate=0.5)`.
+        state: the state that the previous call returned. It includes the client states. Pass `None` in the first call.
+        current: the server's current model $\Theta^\tau$, where $\tau$ is its version.
+        base: the model $\Theta^t$ of version t from which the client started. You must store this model yourself.
+        update: the client's model. For a curve, pass the sequence of its control points
+            $\varphi_1, \dots, \varphi_n$, which are models. The last control point is the client's model.
         info: further information about the update, such as the client's name and its share of the data.
-        staleness: the staleness $\tau - t$ in versions, a shortcut for `info=UpdateInfo(staleness=...)`.
+        staleness: the staleness $\tau - t$ in versions, as a shortcut for `info=UpdateInfo(staleness=...)`.
         space: the space of the models, with buffer policies, manifolds and adapters. The default is
-            [`ParameterSpace.of_state_dict(current)`][manifoldagg.manifolds.ParameterSpace.of_state_dict]: entries named
-            `running_mean`, `running_var` or `num_batches_tracked` are buffers, and all other floating-point entries are
-            parameters of a flat space.
-        out: a model in the format of `current`, to which the function writes the new model. It may be another argument,
-            such as `current`. The entries of `out` must not share memory. A rejected update leaves `out` unchanged.
+            [`ParameterSpace.of_state_dict(current)`][manifoldagg.manifolds.ParameterSpace.of_state_dict]. In this
+            space, entries named `running_mean`, `running_var` or `num_batches_tracked` are buffers. All other
+            floating-point entries are parameters of a flat space.
+        out: a model in the format of `current`, to which the function writes the new model. It may be another argument
+            of the call, such as `current`. The entries of `out` must not share memory with each other. If the function
+            raises an error, `out` is unchanged.
 
     Returns:
-        The new model (`out` if it is given), the next state, and the metrics of the step as a dictionary of floats.
-        Until its buffer is full, a buffered rule returns a copy of `current`. The common metrics are:
+        The new model (which is `out` if you pass it), the state for the next call, and the metrics of the step as a
+        dictionary of floats. While a buffered rule collects updates, the new model is a copy of `current`. The common
+        metrics are:
 
-        - `cosine`: the cosine of the update and the drift; NaN if one of them is zero.
-        - `step`: the parameter of the new model on the curve of the update.
+        - `cosine`: the cosine of the angle between the displacement of the update and the drift of the server's model
+          from `base`. It is NaN if one of them is zero.
+        - `step`: the position of the new model on the curve of the update.
         - `norm`: the distance between the new model and `current`.
         - `rate`: the step size of the rule, after staleness weights and penalties.
         - `weight`: the weight of the update in the mean of a buffer or cohort.
-        - `buffered`: the number of updates in the buffer after this one.
+        - `buffered`: the number of updates in the buffer, including this update.
 
-        A rule reports only the metrics that it computes. The table in docs/guide/training_loop.md (section Metrics)
-        lists all metrics and their rules.
+        A rule reports only the metrics that it computes. The section Metrics of docs/guide/training_loop.md lists all
+        metrics and their rules.
 
     Raises:
-        ArgumentError: if an argument is invalid. The message names the argument and the tensor. A server returns a
-            receipt instead; see [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions).
-        RuleError: if the rule, or a schedule in it, returns an invalid result.
+        ArgumentError: if an argument is invalid. The message starts with the names of the argument and the tensor. A
+            server returns a receipt instead, as
+            [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions) explains.
+        RuleError: if the rule, or a schedule in the rule, returns an invalid result.
 
     Warns:
-        UserWarning: in any of these cases. If the warning is raised as an error, the call has changed nothing.
+        UserWarning: in any of these cases:
 
             - The update is probably a difference of models.
-            - An integer tensor with several entries changes, and the space has no policy for it.
-            - The model has adapter factors, and `space` is not given.
+            - An integer tensor with several entries changes, but the space has no policy for it.
+            - The model contains adapter factors, but you did not pass `space`.
 
-    Cost: on flat spaces, most rules read and write the tensors in place, and only the result needs memory. The
-    docstring of the rule states how often. The function copies 8-bit tensors, tensors that are not contiguous, tensors
-    that are not on the device of the first tensor, and arrays in foreign byte order. If the update is a difference, the
-    function computes the models first. Other rules, and curved spaces, copy every model into a vector.
+            If a warning filter turns the warning into an error, the call changes nothing.
+
+    Cost: on flat spaces, most rules read and write the tensors in place, so that only the new model needs memory. The
+    docstring of each rule states how many words it reads and writes. The function copies some inputs:
+
+    - 8-bit tensors, and tensors that are not contiguous
+    - tensors that are not on the device of the first tensor
+    - arrays in foreign byte order
+
+    If the update is a difference, the function first computes the client's models. All other rules, and all rules on
+    curved spaces, copy every model into a vector.
 
     Example:
         >>> import numpy as np
@@ -184,9 +200,14 @@ def aggregate(
 
 
 def check_rule_needs_models_only(rule: Rule, usage: str = USAGE) -> Rule:
-    """Return `rule`, and raise `ArgumentError` if it is not a rule or requires more than models from clients.
+    """Return `rule` if it is a rule whose clients return only models.
 
-    `usage` is the call with the arguments in the right order, as in `check_rule`.
+    Args:
+        rule: the rule to check.
+        usage: a call with the arguments in the right order. The message contains it if `rule` is a model.
+
+    Raises:
+        ArgumentError: if `rule` is not a rule, or if it requires further tensors or numbers from clients.
     """
     if any(extra_fields(check_rule(rule, usage))):
         raise ArgumentError(f"rule: {type(rule).__name__} requires more than models from clients; use a Server")
@@ -194,10 +215,16 @@ def check_rule_needs_models_only(rule: Rule, usage: str = USAGE) -> Rule:
 
 
 class _Inputs(NamedTuple):
-    """Checked models of a call.
+    """Checked models of one call.
 
-    `given` contains the named tensors as the caller passed them, and `models` the tensors in the leaves of the layout.
-    `name` is the argument that contains the client's model, which is the last model.
+    Attributes:
+        plan: the configuration of the step.
+        space: the space of the models.
+        given: the tensors of each model by name, as the caller passed them.
+        models: the tensors of each model for the leaves of the layout. Adapter factors are stacked, and differences are
+            converted to models.
+        points: the models as the rule reads them: the current model, the base and the control points.
+        name: the argument that contains the client's model, such as `update[1]`.
     """
 
     plan: StepPlan
@@ -220,7 +247,10 @@ def aggregate_step(
     *,
     difference_option: str = "info=UpdateInfo(difference=True)",
 ) -> StepResult:
-    """Apply one step like `aggregate`. A warning mentions `difference_option`, the argument for a difference."""
+    """Apply one step like `aggregate`, and also return whether the step changed the model.
+
+    If the update is probably a difference of models, the warning suggests to pass `difference_option`.
+    """
     if isinstance(space, ParameterSpace) and space.personal:
         current, base, update, out = [_shared(space, model) for model in (current, base, update, out)]
     with torch.no_grad():
@@ -243,14 +273,14 @@ def aggregate_step(
         memories = {name: tree for name, tree in kept.client_states.items() if name != info.client}
         if outcome.client_state is not None:
             memories[info.client] = outcome.client_state
-        # Without buffers and client states, the state for the next call is the plain state of the rule.
+        # Without pending buffers and client states, the plain state of the rule is sufficient for the next call.
         is_plain = not memories and after.pending_buffers is None
         following = after.state if is_plain else AggregateState(after.state, after.pending_buffers, memories)
         return StepResult(new if out is None else out, following, dict(outcome.numbers), outcome.model is not None)
 
 
 def _shared(space: ParameterSpace, models: Any) -> Any:
-    """Return a state dict, or each state dict of a sequence, without personal entries."""
+    """Remove the personal entries from a state dict, or from each state dict of a sequence."""
     if isinstance(models, Mapping):
         return space.shared(models)
     is_curve = isinstance(models, list | tuple) and all(isinstance(model, Mapping) for model in models)
@@ -260,7 +290,7 @@ def _shared(space: ParameterSpace, models: Any) -> Any:
 def _read_inputs(
     rule: Any, current: Model, base: Model, update: Model | Sequence[Model], info: UpdateInfo, space: Any
 ) -> _Inputs:
-    """Check the arguments, and represent the models in the format that the rule reads."""
+    """Check the arguments, and convert the models to the format that the rule reads."""
     if not isinstance(info, UpdateInfo):
         raise ArgumentError(f"info: expected an UpdateInfo, got {short_repr(info)}")
     if space is not None:
@@ -273,13 +303,14 @@ def _read_inputs(
             if has_factors:
                 warn_if_adapter_factors("current", given[CURRENT], ADAPTERS_HINT)
     except ArgumentError:
-        check_rule_needs_models_only(rule)  # If the rule is also invalid, the arguments may be in the wrong order.
+        # If the rule is also invalid, the caller has probably swapped the arguments. This message then says so.
+        check_rule_needs_models_only(rule)
         raise
     try:
         plan = _cached_plan(rule, space, space.buffer_policies)
     except TypeError:  # The rule cannot be hashed.
         plan = _make_plan(rule, space, space.buffer_policies)
-    if plan.rule is not rule:  # The cache contains the plan of an equal rule.
+    if plan.rule is not rule:  # The cache returned the plan of an equal rule.
         plan = replace(plan, rule=rule)
     models = given
     if space.adapters is not None or info.difference or info.scaling is not None:
@@ -291,12 +322,12 @@ def _read_inputs(
 
 @lru_cache(maxsize=64)
 def inferred_space(signature: ModelSignature) -> tuple[ParameterSpace, bool]:
-    """Return the default space of models with this signature, and whether the models have adapter factors."""
+    """Return the default space of models with a signature, and whether the models contain adapter factors."""
     return ParameterSpace(layout_of(signature)), find_first_factor(signature.names) is not None
 
 
 def _make_plan(rule: Rule, space: ParameterSpace, buffer_policies: tuple[tuple[str, str], ...]) -> StepPlan:
-    # The policies are a key of the cache, because equal spaces may have different policies.
+    # `buffer_policies` is only a key of the cache, because equal spaces may have different policies.
     check_rule_needs_models_only(rule)
     space.layout.check_parameters("current")
     return StepPlan(space, rule, space.policies, buffers_label="update")
@@ -325,7 +356,7 @@ def _is_curve(current: Model, update: Any) -> bool:
 
 
 def _models_in_layout(space: ParameterSpace, named: ModelsByPrefix, info: UpdateInfo) -> ModelsByPrefix:
-    """Stack the adapter factors of each model, and convert differences to models."""
+    """Stack the adapter factors of each model, and add the base to differences."""
     if info.scaling is not None and space.adapters is None:
         given = f"got {short_repr(info.scaling)}; {ADAPTERS_HINT}"
         raise ArgumentError(f"scaling: expected None, as the space has no adapters, {given}")
@@ -356,7 +387,7 @@ def _open_target(inputs: _Inputs, out: Model, memory: Any) -> tuple[dict[str, Te
     else:
         check_no_overlap(written, target, given)
     if in_place:
-        memory.disjoint_from = tuple(points)  # The step does not check this again.
+        memory.disjoint_from = tuple(points)  # The step then skips the same check.
     return target, memory
 
 
@@ -386,10 +417,10 @@ def _step_inputs(inputs: _Inputs, info: UpdateInfo, kept: AggregateState) -> tup
 
 
 def _raise_explained(error: Exception, inputs: _Inputs, state: State) -> NoReturn:
-    """Raise the error of a step with the name of the argument of `aggregate` that caused it."""
+    """Raise the error of a step, with a message that names the argument of `aggregate` that caused the error."""
     plan, space, _, models, (here, _, *points), _ = inputs
     own = AggregateState.of(state).state
-    # The models have been checked, so a row that does not match is part of the state.
+    # All models have been checked, so a row that does not match belongs to the state.
     if state is not None and (str(error).startswith("rows[") or not has_structure(own, plan.rule.init(space, here))):
         expected = f"a state that {type(plan.rule).__name__} returned for such models, or None"
         raise ArgumentError(f"state: expected {expected}") from error

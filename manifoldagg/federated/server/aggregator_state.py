@@ -1,4 +1,4 @@
-"""The immutable state of an asynchronous aggregator."""
+"""The immutable state of an `AsyncAggregator`."""
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -16,24 +16,24 @@ from manifoldagg.manifolds.model_io import Model
 __all__ = ["AggregatorState", "TaskKey", "TaskStart", "version_key"]
 
 TaskKey = tuple[Hashable, Hashable]
-"""A client and the name of a task."""
+"""The key of a task: the pair of the client and the name of the task."""
 
 
 class TaskStart(NamedTuple):
-    """The start of a task: the version, and whether the rule chose another start model for the client."""
+    """Start of a task: the version of the base, and whether the rule chose another start model for the client."""
 
     version: int
     custom_start: bool
 
 
 class AggregatorState(NamedTuple):
-    """The state of an asynchronous aggregator.
+    """Immutable state of an `AsyncAggregator`.
 
-    Every change returns a new state, or raises an error and changes nothing.
+    Every method that changes the state returns a new state. If it raises an error, nothing has changed.
 
     Attributes:
-        version: the version of the model.
-        state: the state of the rule, as `aggregate` returns it.
+        version: the version of the current model.
+        state: the state that `aggregate` has returned.
         weights: the participating clients and their weights.
         store: the current model, and the older versions with a task in flight.
         tasks: the start of each task in flight.
@@ -51,7 +51,7 @@ class AggregatorState(NamedTuple):
         return found
 
     def task_start(self, task: TaskKey) -> TaskStart:
-        """Return the start of a task; raise `ArgumentError` if the task is not in flight."""
+        """Return the start of a task. If the task is not in flight, raise `ArgumentError`."""
         if task not in self.tasks:
             client, name = task
             mine = [other for owner, other in self.tasks if owner == client]
@@ -64,9 +64,16 @@ class AggregatorState(NamedTuple):
         return self.tasks[task]
 
     def with_task(self, task: TaskKey, start: TaskStart, stored: StoredTree, restart: bool) -> "AggregatorState":
-        """Return the state with a new task, whose version has the model `stored`.
+        """Return the state with a new task.
 
-        If the task is already in flight, `restart` replaces it. Otherwise, the method raises `ArgumentError`.
+        Args:
+            task: the key of the task.
+            start: the start of the task.
+            stored: the model of the version from which the task starts.
+            restart: whether to replace a task in flight with the same key.
+
+        Raises:
+            ArgumentError: if the task is already in flight and `restart` is false.
         """
         client, name = task
         state = self
@@ -81,24 +88,28 @@ class AggregatorState(NamedTuple):
         return state._replace(weights=state.weights.with_client(client)).with_known_task(task, start, stored)
 
     def with_cancelled_task(self, task: TaskKey) -> "AggregatorState":
-        """Return the state without a task that was cancelled."""
+        """Return the state without a cancelled task. If the task is not in flight, raise `ArgumentError`."""
         state = self.without_task(task)
         return state._replace(weights=state.weights.without_ticket(task[0]))
 
     def with_known_task(self, task: TaskKey, start: TaskStart, stored: StoredTree) -> "AggregatorState":
-        """Return the state with a task of a known client, whose version has the model `stored`."""
+        """Return the state with a task of a client that already participates. `stored` is as in `with_task`."""
         return self._replace(
             store=self.store.retain(version_key(start.version), stored), tasks=self.tasks.set(task, start)
         )
 
     def without_task(self, task: TaskKey) -> "AggregatorState":
-        """Return the state without a task; raise `ArgumentError` if the task is not in flight."""
+        """Return the state without a task. If the task is not in flight, raise `ArgumentError`."""
         return self._replace(
             store=self.store.release(version_key(self.task_start(task).version)), tasks=self.tasks.delete(task)
         )
 
     def with_update(self, task: TaskKey, info: UpdateInfo, result: Any) -> tuple["AggregatorState", int]:
-        """Return the state after an update, and the version; raise `ArgumentError` if the task was cancelled."""
+        """Return the state after the update of a task, and the version of the model.
+
+        Raises:
+            ArgumentError: if the task was cancelled while the step was computed.
+        """
         after = self.without_task(task)
         after = after._replace(state=result.state, weights=after.weights.with_report(info.client, info.samples))
         if not result.has_moved:

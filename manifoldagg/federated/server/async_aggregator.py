@@ -1,4 +1,4 @@
-"""The class `AsyncAggregator`, which adds versions and tasks to `aggregate` for custom training loops."""
+"""The class `AsyncAggregator`, which tracks versions and tasks around the function `aggregate`."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -47,30 +47,32 @@ STATE_KEYS = {"rule", "version", "models", "in_flight", "weights", "state", "pen
 
 
 class AsyncAggregator:
-    """Stateful wrapper of [`aggregate`][manifoldagg.aggregate] for custom training loops.
+    """Asynchronous aggregator of client models for custom training loops.
 
-    A client starts a task with `checkout` and ends the task with `submit`. It has one task at a time, or several tasks
-    with names.
+    The class wraps the function [`aggregate`][manifoldagg.aggregate], and stores its state and the base models for the
+    caller. For each task of a client, call `checkout` to get the start model, train it, and pass the trained model to
+    `submit`. If the client will not submit a model, call `cancel`. A client may have several tasks at a time if each
+    task has another name.
 
-    - The aggregator stores the model, a copy of each older version with a task in flight, the rule's state, the
+    - The aggregator stores the current model, each older version with a task in flight, the state of the rule, the
       buffered updates and the client states.
-    - It computes the base, the staleness and the weight of each update.
+    - The aggregator determines the base, the staleness and the weight of each update.
     - For models in float32 or float64, the results are bit-identical to the results of a
       [`Server`][manifoldagg.Server].
-    - A rejected update changes nothing. The task stays in flight until the client submits a valid update, or `cancel`
+    - An invalid update changes nothing. The task stays in flight until the client submits a valid update or `cancel`
       ends the task.
     - All methods may be called from any thread.
 
     Args:
-        rule: the rule, such as `FedAsync(0.6)`. Rules whose clients receive or return more than models require a
-            server.
-        model: the initial model: a state dict, or a list of tensors or NumPy arrays. It is copied.
-        weights: the weights of the clients, as in a server: `"observed"`, `"uniform"`, or a mapping from clients to
-            sample counts. An observed count is capped at 100 times the median of the other clients' reports.
-        space: the space of the models, with buffer policies, manifolds and adapters, as in `aggregate`.
+        rule: the aggregation rule, such as `FedAsync(0.6)`. A rule whose clients receive or return more than models
+            requires a `Server`.
+        model: the initial model, as a state dict or a list of tensors or NumPy arrays. The aggregator copies it.
+        weights: the weights of the clients, as in `Server`: `"observed"`, `"uniform"`, or a mapping from clients to
+            sample counts. An observed count is capped at 100 times the median of the other clients' counts.
+        space: the space of the models, with buffer policies, manifolds and adapters. The default is as in `aggregate`.
 
     Raises:
-        ArgumentError: if an argument is invalid. The message names the argument and the tensor.
+        ArgumentError: if an argument is invalid. The message starts with the names of the argument and the tensor.
 
     Example:
         >>> import numpy as np
@@ -108,7 +110,7 @@ class AsyncAggregator:
         self._space = check_parameter_space(space)
         self._space.layout.check_parameters("model")
         point = self._point(first)
-        # The stored models are state dicts, in which the factors of adapters are separate.
+        # The stored models contain separate adapter factors, whereas the space contains their products.
         self._layout = self._space.state_layout(first, "model: ")
         self._template = self._build_model(first)
         state = initial_state(rule, self._space, point, {"space": "model", "start": "model"})
@@ -123,21 +125,27 @@ class AsyncAggregator:
     def checkout(
         self, client: Hashable, task: Hashable = None, *, version: int | None = None, restart: bool = False
     ) -> Any:
-        """Start a task of a client, and return the model that the client trains.
+        """Start a task of a client, and return the start model that the client trains.
 
         Args:
-            client: the name of the client: any hashable value that equals itself, but not a tensor.
-            task: the name of the task, if the client has several tasks at a time.
-            version: the version of a task that has already started; `None` for the current version. The
-                aggregator stores only the current version and the versions of tasks in flight.
-            restart: whether to cancel an existing task with this client and name.
+            client: the name of the client. It may be any hashable value that equals itself, except a tensor.
+            task: the name of the task. You need it only if the client has several tasks at a time.
+            version: the version from which the client starts. Pass it if the client has already started before this
+                call. `None` means the current version. The aggregator stores only the current version and the versions
+                of tasks in flight.
+            restart: whether to cancel a task in flight with the same client and name. Otherwise, such a task is an
+                error.
 
         Returns:
-            A copy of the model, or of another start model that the rule chooses for this client.
+            A copy of the model. Some rules choose another start model for the client.
 
         Raises:
-            ArgumentError: if the client already has such a task, its name is invalid or missing in a mapping `weights`,
-                the version is no longer stored, or the rule sends more than a model.
+            ArgumentError: in any of these cases:
+
+                - The client already has a task with this name, and `restart` is false.
+                - The name of the client is invalid, or `weights` is a mapping without this client.
+                - The aggregator no longer stores the version.
+                - The rule sends more than a model.
 
         Cost: three copies of the model.
         """
@@ -169,32 +177,33 @@ class AsyncAggregator:
         difference: bool = False,
         scaling: Scaling | None = None,
     ) -> dict[str, float]:
-        """End a task of a client, and apply its update to the model.
+        """End a task of a client, and apply the trained model of the client to the current model.
 
         Args:
             client: the name of the client.
-            update: the client's model, or a sequence of models for a curve, as in `aggregate`. It is not modified. A
-                model may be the path of a safetensors file, which is mapped into memory.
+            update: the client's model, or the sequence of control points of a curve, as in `aggregate`. A model may be
+                the path of a safetensors file, which the aggregator maps into memory. The update is not modified.
             samples: the number of samples that the client trained on, at most 10⁹.
-            task: the name of the task; `None` for a task without a name.
-            difference: whether `update` is the trained model minus the start model. This is not possible if the rule
+            task: the name of the task. `None` means the task without a name.
+            difference: whether `update` is the trained model minus the start model. This must be false if the rule
                 chose another start model for the client.
             scaling: the scaling of the client's adapters, if it differs from the scaling of the space.
 
         Returns:
-            The metrics of the step (such as `cosine`, `step`, `norm`), the new `version` of the model, and the
-            `staleness` and `weight` of the update.
+            A dictionary with the metrics of the step (such as `cosine`, `step` and `norm`), the `version` of the model
+            after the update, and the `staleness` and `weight` of the update. `aggregate` describes the metrics.
 
         Raises:
-            ArgumentError: if the client has no such task, or an argument is invalid. A server returns a receipt
-                instead; see [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions).
-            RuleError: if the rule, or a schedule in it, returns an invalid result.
+            ArgumentError: if the client has no such task in flight, or if an argument is invalid. A `Server` returns a
+                receipt instead, as [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions) explains.
+            RuleError: if the rule, or a schedule in the rule, returns an invalid result.
 
         Warns:
             UserWarning: for the same reasons as in `aggregate`.
-            StabilityWarning: once, if the step exceeds the stability limit for the number of tasks in flight.
+            StabilityWarning: if the step exceeds the stability limit for the number of tasks in flight. The aggregator
+                warns only once.
 
-        Cost: the cost of `aggregate`.
+        Cost: the cost of one call of `aggregate`.
         """
         place = (check_client(client), check_client(task, "task"))
         samples = check_samples(samples, DEFAULT_LIMITS.max_samples)
@@ -246,7 +255,15 @@ class AsyncAggregator:
         return {**made.numbers, "version": version, "staleness": known.staleness, "weight": known.weight}
 
     def cancel(self, client: Hashable, task: Hashable = None) -> None:
-        """Cancel a task whose update will not arrive; raise `ArgumentError` if the task is not in flight."""
+        """End a task whose update will not arrive.
+
+        Args:
+            client: the name of the client.
+            task: the name of the task. `None` means the task without a name.
+
+        Raises:
+            ArgumentError: if the task is not in flight.
+        """
         place = (check_client(client), check_client(task, "task"))
         self._state.update(lambda now: (now.with_cancelled_task(place), None))
 
@@ -258,12 +275,15 @@ class AsyncAggregator:
 
     @property
     def version(self) -> int:
-        """The version of the model, which is the number of times that the model has moved."""
+        """The version of the model, which is the number of steps that have changed the model so far."""
         return self._state.value.version
 
     @property
     def in_flight(self) -> dict[TaskKey, int]:
-        """The current staleness of each task in flight, by client and task name. The name may be `None`.
+        """The current staleness of each task in flight, in versions.
+
+        A key of the dictionary is the pair of the client and the name of the task. A task without a name has the name
+        `None`.
 
         Example:
             >>> import torch
@@ -277,7 +297,9 @@ class AsyncAggregator:
         return {place: now.version - begun.version for place, begun in now.tasks.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return a copy of the complete state for `load`: a tree of tensors and plain values, for `torch.save`.
+        """Return a copy of the complete state, as a tree of tensors and plain values.
+
+        Pass the result to `load` to restore the state. You can store it with `torch.save`, or call `save` instead.
 
         Raises:
             CheckpointError: if the rule contains a function without an importable name, such as a lambda.
@@ -299,12 +321,12 @@ class AsyncAggregator:
         return tree_map(tree, copy_tensor)  # type: ignore[no-any-return]
 
     def save(self, path: str | Path) -> None:
-        """Write the state to a file, and replace an existing file atomically.
+        """Write the complete state to a file, and replace an existing file atomically.
 
         Raises:
             ArgumentError: if the folder of `path` does not exist.
-            CheckpointError: if a value cannot be stored, such as a client that is neither a string nor an integer, or
-                the file cannot be written. The older file is then unchanged.
+            CheckpointError: if the file cannot be written, or cannot store a value. An example of such a value is a
+                client whose name is neither a string nor an integer. An existing file is unchanged.
         """
         tensor_file.save(path, FILE_KIND, self.state())
 
@@ -321,14 +343,19 @@ class AsyncAggregator:
     ) -> "AsyncAggregator":
         """Resume an aggregator if the file at `path` exists. Otherwise, start a new aggregator.
 
-        A resumed aggregator has the tasks of the saved aggregator in flight. Submit their updates, `cancel` them, or
-        check them out again with `restart=True`.
+        The tasks of the saved aggregator are still in flight. Submit their updates, `cancel` them, or call `checkout`
+        again with `restart=True`.
 
-        `path` is the file that `save` wrote, and `replace` is as in `load`. The other arguments are as in the
-        constructor. A resumed aggregator ignores the values of `model`.
+        Args:
+            path: the path of a file that `save` has written.
+            rule: the aggregation rule, which must equal the saved rule.
+            model: the initial model. A resumed aggregator ignores its values.
+            weights: the weights of the clients, as in the constructor.
+            space: the space of the models, as in the constructor.
+            replace: whether to accept other options of the rule, as in `load`.
 
         Raises:
-            ArgumentError: if an argument is invalid, or the file contains another rule or model.
+            ArgumentError: if an argument is invalid, or if the file contains another rule or another kind of model.
             CheckpointError: if the file is truncated, altered, or was not written by `save`.
 
         Example:
@@ -349,17 +376,18 @@ class AsyncAggregator:
         return aggregator
 
     def load(self, state: Mapping[str, Any], *, replace: bool = False) -> None:
-        """Replace the state by a state that `state` returned.
+        """Replace the state of this aggregator by a state that the method `state` returned.
 
-        The format of the models and the option `weights` stay as in the constructor.
+        The format of the models and the option `weights` remain those of the constructor.
 
         Args:
-            state: the result of `state`.
-            replace: whether to accept other options of the rule. The class of the rule, and the clip and the noise of
-                `Private`, cannot be replaced.
+            state: the result of the method `state`.
+            replace: whether to accept a rule with other options than the saved rule. The class of the rule, and the
+                clip and the noise of `Private`, cannot be replaced.
 
         Raises:
-            ArgumentError: if `state` is not such a result, or has another rule or model. Nothing has changed then.
+            ArgumentError: if `state` is not a result of the method `state`, or if it contains another rule or another
+                kind of model. The aggregator is then unchanged.
 
         Example:
             >>> import torch
@@ -420,7 +448,7 @@ class AsyncAggregator:
         return record
 
     def _start_model(self, now: "AggregatorState", client: Hashable) -> tuple[Any, bool]:
-        """Return the start model of a client, and whether the rule chose another model than the current one."""
+        """Return the start model of a client, and whether the rule replaced the current model by another one."""
         model = as_tensors("model", now.model(now.version))
         point = self._point(model)
         held = AggregateState.of(now.state)
@@ -446,7 +474,7 @@ class AsyncAggregator:
         return self._build_model(as_tensors("model", model))
 
     def _build_model(self, named: Mapping[str, Tensor]) -> Any:
-        """Copy these tensors to a model in the format of the initial model."""
+        """Return copies of the tensors as a model in the format of the initial model."""
         layout = self._layout
         leaves = [clone(named[leaf.name].detach()) for leaf in layout.leaves]
         carried = {entry.name: named[entry.name].detach().clone() for entry in layout.buffers}

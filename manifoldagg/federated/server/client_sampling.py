@@ -1,4 +1,7 @@
-"""Client samplers, which choose the clients that receive the next tasks, as the rule declares."""
+"""Client samplers, which choose the clients that receive the next tasks.
+
+A rule declares its sampler by its attributes. The function `sampler_for` returns this sampler.
+"""
 
 import abc
 import bisect
@@ -27,13 +30,14 @@ __all__ = [
 ]
 
 MAX_LISTED = 5
-"""The maximum number of clients in an error message."""
+"""The largest number of clients that an error message lists."""
 
 
 class AvailableClients(Sequence[int]):
-    """Ordered set of the available clients, with constant-time access by index.
+    """Ordered set of the available clients, with access by index in constant time.
 
-    The order is deterministic but arbitrary. `num_changes` counts additions and removals.
+    The order depends only on the sequence of additions and removals. The attribute `num_changes` is the number of these
+    changes.
 
     Example:
         >>> here = AvailableClients([3, 5, 7])
@@ -72,7 +76,7 @@ class AvailableClients(Sequence[int]):
             self.num_changes += 1
 
     def discard(self, client: int) -> None:
-        """Remove `client`, if it is available, and move the last client to its position."""
+        """Remove `client` if it is available. The last client moves to its position."""
         place = self._positions.pop(client, None)
         if place is not None:
             last = self._clients.pop()
@@ -83,10 +87,14 @@ class AvailableClients(Sequence[int]):
 
 
 class ClientSampler(abc.ABC):
-    """Base class of samplers, which return the clients to dispatch to after each event.
+    """Base class of client samplers, which choose the clients of the next tasks after each event.
 
-    The caller reports each event once, in order. Every method returns a list of available clients, with one entry for
-    each task to dispatch. A client is available if it accepts tasks.
+    The caller reports each event by one call of `start`, `on_completion`, `on_dropout` or `on_join`, in the order of
+    the events. Each of these methods returns a list of clients. The caller then dispatches one task for each entry of
+    the list. The argument `available` contains the clients that accept tasks.
+
+    Args:
+        generator: the random generator, which only the sampler may use.
     """
 
     def __init__(self, generator: np.random.Generator) -> None:
@@ -94,26 +102,29 @@ class ClientSampler(abc.ABC):
         self._num_in_flight = 0
 
     def start(self, available: AvailableClients) -> list[int]:
-        """Return the clients to dispatch to at time 0."""
+        """Return the clients of the first tasks. Call this method once, before all events."""
         return self._draw(available)
 
     def on_completion(self, client: int, accepted: bool, available: AvailableClients) -> list[int]:
-        """Handle a finished task of a client. The server may have accepted or rejected the update."""
+        """Return the clients of the next tasks after a client has finished a task.
+
+        `accepted` states whether the server has accepted the update.
+        """
         return self.on_dropout(client, 1, available)
 
     def on_dropout(self, client: int, count: int, available: AvailableClients) -> list[int]:
-        """Handle a client that leaves and loses `count` tasks."""
+        """Return the clients of the next tasks after a client has left and has lost `count` tasks."""
         self._num_in_flight -= count
         return self._draw(available)
 
     def on_join(self, client: int, available: AvailableClients) -> list[int]:
-        """Handle a client that becomes available."""
+        """Return the clients of the next tasks after a client has become available."""
         return self._draw(available)
 
     def pop_stragglers(self) -> list[int]:
-        """Return the clients whose tasks the caller must cancel, and forget these tasks.
+        """Return the clients whose tasks the caller must cancel, and remove them from the sampler.
 
-        Call this method after each `on_completion`. The sampler does not count the cancelled tasks as in flight.
+        Call this method after each `on_completion`. The sampler no longer counts these tasks as in flight.
         """
         return []
 
@@ -122,14 +133,16 @@ class ClientSampler(abc.ABC):
 
 
 class AsyncSampler(ClientSampler):
-    """Sampler that keeps `concurrency` tasks in flight, or one task for every client.
+    """Sampler for asynchronous rules, which keeps a fixed number of tasks in flight.
+
+    Each client has at most one task. The sampler draws the next client uniformly from the idle clients.
 
     Args:
-        concurrency: the number of tasks in flight. The next client is drawn uniformly from the idle clients. With
-            `None`, every client has one task in flight, and no client is drawn.
+        concurrency: the number of tasks in flight. `None` means one task for every available client, so that the
+            sampler draws no random numbers.
         generator: the random generator.
-        refill: the number of free slots at which the sampler dispatches again, to all of them. If no task is in flight,
-            the sampler dispatches at once.
+        refill: the number of free slots for tasks at which the sampler fills all free slots. If no task is in flight,
+            the sampler does not wait for this number.
     """
 
     def __init__(self, concurrency: int | None, generator: np.random.Generator, refill: int = 1) -> None:
@@ -137,7 +150,7 @@ class AsyncSampler(ClientSampler):
         self._concurrency = concurrency
         self._refill = refill
         self._busy: set[int] = set()
-        # The clients without a task, some of which may have left.
+        # The clients without a task. Some of them may have left since they were added.
         self._idle = AvailableClients()
 
     def start(self, available: AvailableClients) -> list[int]:
@@ -179,19 +192,20 @@ class AsyncSampler(ClientSampler):
 
 
 class CohortSampler(ClientSampler):
-    """Sampler that draws a cohort of clients, uniformly and without replacement, after each completed cohort.
+    """Sampler for synchronous rules, which draws a cohort of clients for each round.
 
-    A cohort is complete when the server has accepted as many updates as the cohort has clients. With over-selection,
-    the sampler dispatches to additional clients, and `pop_stragglers` returns the clients that have not finished when
-    the cohort is complete.
+    The sampler draws the clients of a cohort uniformly and without replacement. A cohort is complete when the server
+    has accepted `cohort` updates. The sampler then draws the next cohort.
 
-    When no task is in flight, the sampler draws further clients for the rejected and lost updates. Clients that had no
-    task in this cohort are drawn first.
+    - Over-selection: the sampler also dispatches tasks to `num_additional` clients. When the cohort is complete,
+      `pop_stragglers` returns the clients that have not finished.
+    - Replacements: if no task is in flight but the cohort is not complete, the sampler draws further clients for the
+      rejected and lost updates. It prefers clients that had no task in this cohort.
 
     Args:
-        cohort: the number of updates that complete a cohort.
+        cohort: the number of accepted updates that complete a cohort.
         generator: the random generator.
-        num_additional: the number of additional clients that receive a task at the start of each cohort.
+        num_additional: the number of additional clients at the start of each cohort.
 
     Example:
         >>> sampler = CohortSampler(1, np.random.default_rng(0), num_additional=1)
@@ -234,7 +248,7 @@ class CohortSampler(ClientSampler):
     def _draw(self, available: AvailableClients) -> list[int]:
         if self._num_in_flight:
             return []
-        # Additional clients start with a new cohort only, so they do not replace rejected or lost updates.
+        # Additional clients are drawn only at the start of a cohort, not as replacements.
         wanted = self._num_missing + (0 if self._sampled else self._num_additional)
         fresh = [client for client in available if client not in self._sampled]
         drawn = _sample(fresh, wanted, self._generator)
@@ -248,15 +262,17 @@ class CohortSampler(ClientSampler):
 
 
 class RuleSampler(ClientSampler):
-    """Sampler that dispatches to every client once, and then lets the rule draw cohorts of clients.
+    """Sampler for rules with a method `draw`, which draws the cohorts.
 
-    The rule draws the next cohort when the server has accepted as many updates as a cohort has clients, or when no task
-    is in flight. The rule may draw busy clients. If too few clients are available, all of them receive a task.
+    At the start, the sampler dispatches one task to each of `concurrency` clients. The rule draws the next cohort when
+    the server has accepted `cohort` updates, or when no task is in flight. The rule may draw a client that is still
+    training. If fewer than `cohort` clients are available, all of them receive a task.
 
     Args:
-        draw: the method of the rule, which draws a cohort from the given clients.
+        draw: the method `draw` of the rule. It receives the available clients and the generator, and returns a cohort.
         cohort: the number of clients in a cohort.
-        concurrency: the number of clients in the first dispatch, drawn uniformly. `None` means all clients.
+        concurrency: the number of clients of the first tasks, which the sampler draws uniformly. `None` means all
+            available clients.
         generator: the random generator.
     """
 
@@ -271,7 +287,7 @@ class RuleSampler(ClientSampler):
             return draw(present, generator)
 
         super().__init__(generator)
-        # A deep copy of a bound method would copy the rule, but a deep copy of a function does not.
+        # `copy.deepcopy` of a bound method copies its rule, whereas `copy.deepcopy` of a function copies nothing.
         self._draw_from_rule = rule
         self._cohort = cohort
         self._concurrency = concurrency
@@ -297,16 +313,16 @@ class RuleSampler(ClientSampler):
 
 
 class RoutedSampler(ClientSampler):
-    """Sampler that keeps `concurrency` tasks in flight, and draws clients from the routing of the rule.
+    """Sampler for rules with a routing, which is the probability that a client receives the next task.
 
-    The sampler may draw busy clients. It does not draw unavailable clients, and the shares of the other clients keep
-    their ratios.
+    The sampler keeps `concurrency` tasks in flight. It may draw a client that is still training. If clients are
+    unavailable, the sampler draws from the other clients, and the ratios of their probabilities remain the same.
 
     Args:
-        shares: the share of the tasks of each client.
+        shares: the share of all tasks that each client receives.
         concurrency: the number of tasks in flight.
         generator: the random generator.
-        refill: the number of free slots at which the sampler dispatches again, to all of them.
+        refill: the number of free slots for tasks at which the sampler fills all free slots.
     """
 
     def __init__(
@@ -341,7 +357,10 @@ def sampler_for(
     *,
     refill: int | None = None,
 ) -> ClientSampler:
-    """Return the sampler that a rule, or the rule that it wraps, declares.
+    """Return the sampler that a rule declares by its attributes.
+
+    If the rule wraps another rule, the function also reads the attributes of the wrapped rule. The first matching row
+    of this table applies:
 
     | attribute of the rule | sampler |
     | --- | --- |
@@ -350,19 +369,25 @@ def sampler_for(
     | `cohort` above 1 | [`CohortSampler`][manifoldagg.federated.server.client_sampling.CohortSampler] |
     | otherwise | [`AsyncSampler`][manifoldagg.federated.server.client_sampling.AsyncSampler] |
 
-    The attribute `over_selection` of a rule with a cohort is the fraction of additional clients.
+    The attribute `over_selection` of a rule with a cohort is the number of additional clients as a fraction of the
+    cohort.
 
     Args:
         rule: the rule of the server.
         clients: all clients that may participate.
-        concurrency: the number of tasks in flight, or of clients in the first dispatch of a `RuleSampler`.
+        concurrency: the number of tasks in flight. For a `RuleSampler`, this is the number of clients of the first
+            tasks. `None` means all clients.
         generator: the random generator, which only the sampler may use.
-        refill: the number of free slots at which the sampler dispatches again. The default is 1. A rule that waits for
-            a cohort or draws its clients does not accept it.
+        refill: the number of free slots for tasks at which the sampler fills all free slots. `None` means 1. A rule
+            that waits for a cohort or draws its clients requires `None`.
 
     Raises:
-        ArgumentError: if `concurrency` or `refill` is not a positive integer, if `refill` exceeds `concurrency`, if the
-            rule does not allow a choice, or if the routing has other clients.
+        ArgumentError: in any of these cases:
+
+            - `concurrency` or `refill` is not a positive integer, or `refill` exceeds `concurrency`.
+            - The rule determines its own concurrency or refill, but you passed a value.
+            - The routing lacks a participating client or contains another client.
+            - A rule that draws its clients has an over-selection.
     """
     if concurrency is not None:
         check_count("concurrency", concurrency)
@@ -386,12 +411,15 @@ def sampler_for(
         return RuleSampler(draw, rule.cohort, concurrency, generator)
     if concurrency is not None:
         raise ArgumentError(f"concurrency: expected None, as {type(rule).__name__} waits for a cohort of {rule.cohort}")
-    # The small constant compensates for the rounding of products such as 1.1 * 30.
+    # The small constant corrects products that are rounded up. For example, 0.07 * 100 is slightly larger than 7.
     return CohortSampler(rule.cohort, generator, math.ceil(over_selection * rule.cohort - 1e-9))
 
 
 def rule_attribute(rule: Any, name: str) -> Any:
-    """Return an attribute of a rule or of the rule that it wraps; `None` if neither has the attribute."""
+    """Return an attribute of a rule or, if it has no such attribute, of the rule that it wraps.
+
+    If neither rule has the attribute, the result is `None`.
+    """
     while rule is not None and not hasattr(rule, name):
         rule = getattr(rule, "rule", None)
     return None if rule is None else getattr(rule, name)
@@ -411,7 +439,7 @@ def _check_routing(routing: Mapping[Any, float], clients: Sequence[int]) -> Mapp
 
 
 def shorten(clients: Sequence[Any]) -> str:
-    """Return the first names of a list for an error message."""
+    """Return the first five names and the number of further names, for an error message."""
     more = len(clients) - MAX_LISTED
     return ", ".join(repr(client) for client in clients[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 

@@ -12,11 +12,16 @@ from manifoldagg.manifolds import Layout, ParameterSpace
 __all__ = ["apply_difference", "check_flat"]
 
 SIGNED_DTYPES = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""The signed dtypes for sums of unsigned integers, because torch does not add these. The sums have the same bits."""
+"""A mapping from unsigned dtypes to signed dtypes of the same width. Torch adds only the signed integers. The sums of
+signed and unsigned integers have the same bits."""
 
 
 def check_flat(space: ParameterSpace) -> None:
-    """Raise `ArgumentError` if a leaf of the space is curved, because points of a curved space cannot be added."""
+    """Check that all leaves of a space are flat, because points of a curved space cannot be added.
+
+    Raises:
+        ArgumentError: if a leaf is curved.
+    """
     for name, curved in space.manifolds:
         if not curved.flat:
             given = f"as {name} is a point of {curved}, which does not support sums of points"
@@ -26,17 +31,26 @@ def check_flat(space: ParameterSpace) -> None:
 def apply_difference(
     layout: Layout, base: Mapping[str, Tensor], difference: Mapping[str, Tensor], label: str
 ) -> dict[str, Tensor]:
-    """Add a difference to the base, entry by entry.
+    """Add a difference of models to the base, entry by entry.
 
-    The entries of the base match the layout. If the entries of the difference do not match it, the function raises
-    `StateDictError`, whose message starts with `label`.
+    Args:
+        layout: the layout of the models.
+        base: the base, whose entries must match the layout.
+        difference: the difference of the client's model and the base.
+        label: the start of error messages.
+
+    Raises:
+        StateDictError: if the entries of the difference do not match the layout.
     """
     layout.check_entries(difference, label)
     return {name: _add(base[name], difference[name]) for name in difference}
 
 
 def _add(start: Tensor, difference: Tensor) -> Tensor:
-    """Return the sum, rounded once to the dtype of `start`; for booleans, return the client's value."""
+    """Return the sum of two entries, rounded once to the dtype of `start`.
+
+    For booleans, return `difference`, because it contains the client's value.
+    """
     step = difference.to(start.device)
     if start.dtype is torch.bool:
         return step

@@ -1,4 +1,4 @@
-"""Tickets and the messages to clients, which are built without the update lock of the server."""
+"""Tickets and messages to clients. The server creates them without waiting for a running update."""
 
 import os
 from collections.abc import Hashable
@@ -24,7 +24,11 @@ BASE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_base_dtype(space: Manifold, base_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype of stored bases; raise `ArgumentError` if it is not narrower than the models' dtype."""
+    """Return the dtype of stored bases if the space supports it.
+
+    Raises:
+        ArgumentError: if the dtype is not narrower than the dtype of the models, or if the space is curved.
+    """
     if base_dtype is not None:
         check_choice("base_dtype", base_dtype, [d for d in BASE_DTYPES if d.itemsize < dtype.itemsize])
         if not (space.flat or space.ambient):
@@ -35,7 +39,13 @@ def check_base_dtype(space: Manifold, base_dtype: torch.dtype | None, dtype: tor
 
 
 class TicketIssuer:
-    """Issuer of tickets for the current model. `base_dtype` is the dtype of stored bases, if it differs."""
+    """Issuer of tickets for the current model.
+
+    Args:
+        core: the shared parts of the server.
+        base_dtype: the dtype of stored bases. `None` means the dtype of the models.
+        durability: the checkpoints and the journal of the server.
+    """
 
     def __init__(self, core: ServerCore, base_dtype: torch.dtype | None, durability: DurabilityManager) -> None:
         self._core = core
@@ -43,28 +53,37 @@ class TicketIssuer:
         self._durability = durability
 
     def issue(self, client: Hashable, *, retain_base: bool, copies: bool) -> tuple[Ticket, StoredTree | None]:
-        """Issue a ticket for the current model, and return the ticket and the stored base.
+        """Issue a ticket for the current model.
+
+        Args:
+            client: the client that receives the ticket.
+            retain_base: whether the server stores the base of the ticket.
+            copies: whether the message contains copies. Otherwise, it shares memory with the server.
+
+        Returns:
+            The ticket, and the stored model from which the client starts.
 
         Raises:
-            ArgumentError: if the server was closed, or the rule returns an invalid message.
+            ArgumentError: if the server was closed, or if the rule returns an invalid message.
             BusyError: if `max_in_flight` tickets are in flight.
         """
-        # The loop repeats only if another thread has moved the model in the meantime.
+        # An attempt fails only if another thread has changed the model in the meantime.
         while (issued := self._try_issue(client, retain_base, copies)) is None:
             pass
         return issued
 
     def round_base(self, current: Tensor) -> Tensor | None:
-        """Round a model to `base_dtype`; return `None` without `base_dtype`, or if the model overflows."""
+        """Round a model to `base_dtype`. Return `None` if there is no `base_dtype`, or if the model overflows."""
         if self._base_dtype is None:
             return None
         base = current.to(self._base_dtype)
         return base if is_finite(base) else None
 
     def _try_issue(self, client: Hashable, retain_base: bool, copies: bool) -> tuple[Ticket, StoredTree | None] | None:
-        """Issue a ticket; return `None` if another thread has moved the model and released the version.
+        """Issue a ticket. Return `None` if another thread has replaced and released the model in the meantime.
 
-        A concurrent checkpoint may not contain this version, so a journal replay could not find it.
+        This matters only if there is a journal. A concurrent checkpoint may not contain the released version, so that a
+        replay of the ticket's record could not find its base.
         """
         core = self._core
         state = core.state.value
@@ -75,7 +94,7 @@ class TicketIssuer:
         if retain_base and self._base_dtype is not None:
             narrow_key = ("base", state.model_state.version)
             narrow = state.store.find(narrow_key)
-            # A base in a file is rounded again, which is faster than reading the file.
+            # Rounding the model again is faster than reading a spilled base from its file.
             base = narrow.tree if isinstance(narrow, InMemoryTree) else self.round_base(state.model_state.current)
             if base is not None:
                 key = narrow_key
@@ -108,13 +127,22 @@ def make_message(
     *,
     copies: bool = True,
 ) -> tuple[Message, bool]:
-    """Build the rule's message to a client, and return whether the rule replaced the base by another start model.
+    """Build the message of a rule to a client.
 
-    The base is `base`, or the current model if `base` is `None`. Without `copies`, the message shares memory with the
-    server and must not be written.
+    Args:
+        space: the space of the models.
+        rule: the rule, which may choose the start model and add tensors and numbers.
+        model_state: the current model state.
+        client_state: the state that the server stores for the client.
+        base: the rounded base. `None` means the current model.
+        copies: whether the message contains copies. Otherwise, it shares memory with the server and must not be
+            written to.
+
+    Returns:
+        The message, and whether the rule replaced the base by another start model.
 
     Raises:
-        ArgumentError: if the rule does not return a message of this space.
+        ArgumentError: if the rule returns an object that is not a message with a valid start model of this space.
     """
     start = model_state.current if base is None else base.to(model_state.current.dtype)
     sent = rule.message(space, model_state.state, start, client_state)

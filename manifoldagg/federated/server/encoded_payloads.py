@@ -1,4 +1,4 @@
-"""Decoding of compressed payloads, relative to the base of their tickets."""
+"""Decoding of payloads that clients have compressed relative to the base of their tickets."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,16 +17,17 @@ __all__ = ["decoding_loader"]
 def decoding_loader(
     codec: Codec, payload: Payload | Callable[[], Payload], space: Manifold, state: ServerState
 ) -> Callable[[PendingTicket], Payload]:
-    """Return a function that decodes a payload of `ErrorFeedback.encode_payload`, for the ticket that it is given.
+    """Return a function from a ticket to the decoded payload of the client.
 
     Args:
-        codec: the codec of the client.
-        payload: the payload, or a function that returns it, as in `Server.receive`.
+        codec: the codec with which `ErrorFeedback.encode_payload` has encoded the payload.
+        payload: the encoded payload, or a function that returns it, as in `Server.receive`.
         space: the space of the server.
-        state: the state of the server.
+        state: the state of the server, which contains the bases of the tickets.
 
     Raises:
-        ArgumentError: if `codec` is not a codec, or the space has curved leaves, on which displacements have no sum.
+        ArgumentError: if `codec` is not a codec, or if the space has curved leaves, on which points and displacements
+            cannot be added.
     """
     check_codec(codec)
     if not (space.flat or space.ambient):

@@ -1,4 +1,4 @@
-"""Events that a server sends to its subscribers."""
+"""Events that a server publishes to its subscribers."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Event:
-    """Base class of events.
+    """Base class of all events of a server.
 
     Attributes:
         version: the version of the server's model after the event.
@@ -35,7 +35,7 @@ class Event:
 
 @dataclass(frozen=True)
 class TicketEvent(Event):
-    """Base class of the events of one ticket.
+    """Base class of events that concern one ticket.
 
     Attributes:
         client: the client that the ticket was issued to.
@@ -48,7 +48,7 @@ class TicketEvent(Event):
 
 @dataclass(frozen=True)
 class Dispatched(TicketEvent):
-    """Event: a task was dispatched to a client.
+    """Event after the server has dispatched a task to a client.
 
     Attributes:
         start_version: the version of the dispatched model.
@@ -59,14 +59,14 @@ class Dispatched(TicketEvent):
 
 @dataclass(frozen=True)
 class Accepted(TicketEvent):
-    """Event: an update was accepted.
+    """Event after the server has accepted an update.
 
     Attributes:
         receipt: the receipt for the client.
-        row: the row of the server's `history`, with the metrics of the rule. It is read-only.
-        latency: the seconds from the dispatch to the update, in the server's clock.
-        seconds: the duration of the step in seconds, in the clock of the machine.
-        memory: the memory usage in bytes after the update, as in `server.memory`.
+        row: the new row of `Server.history`, with the metrics of the rule. The mapping is read-only.
+        latency: the time from the dispatch to the arrival of the update in seconds, measured by the server's clock.
+        seconds: the duration of the step in seconds, measured by the clock of the machine.
+        memory: the memory usage in bytes after the update, as in `Server.memory`.
     """
 
     receipt: Receipt
@@ -78,15 +78,16 @@ class Accepted(TicketEvent):
 
 @dataclass(frozen=True)
 class Rejected(Event):
-    """Event: an update was rejected.
+    """Event after the server has rejected an update.
 
     Attributes:
-        client: the client of the ticket; `None` if the ticket is unknown.
-        ticket: the id of the ticket; `None` if the ticket is unknown.
-        field: the invalid field, as in `server.rejected`.
+        client: the client of the ticket. `None` if the ticket is unknown.
+        ticket: the id of the ticket. `None` if the ticket is unknown.
+        field: the invalid field, as in `Server.rejected`.
         reason: the reason in the receipt.
-        latency: the seconds from the dispatch to the update, in the server's clock; NaN if the ticket is unknown.
-        is_final: whether the ticket is closed. Otherwise, the client may send another update.
+        latency: the time from the dispatch to the arrival of the update in seconds, measured by the server's clock. NaN
+            if the ticket is not in flight.
+        is_final: whether the rejection has closed the ticket. Otherwise, the client may send another update.
     """
 
     client: Hashable | None
@@ -99,15 +100,15 @@ class Rejected(Event):
 
 @dataclass(frozen=True)
 class Dropped(TicketEvent):
-    """Event: a ticket was dropped."""
+    """Event after `Server.drop` has ended a task."""
 
 
 @dataclass(frozen=True)
 class Expired(TicketEvent):
-    """Event: a ticket expired because its update did not arrive in time.
+    """Event after a ticket has expired, because its update did not arrive within `ServerLimits.timeout` seconds.
 
     Attributes:
-        latency: the age of the ticket in seconds.
+        latency: the age of the ticket in seconds, measured by the server's clock.
     """
 
     latency: float
@@ -115,12 +116,12 @@ class Expired(TicketEvent):
 
 @dataclass(frozen=True)
 class CheckpointWritten(Event):
-    """Event: a checkpoint was written.
+    """Event after the server has written a checkpoint.
 
     Attributes:
         path: the path of the file.
-        model_version: the version of the model in the checkpoint. `version` may be higher.
-        seconds: the duration of the write.
+        model_version: the version of the model in the checkpoint. The server's current `version` may be higher.
+        seconds: the duration of the write in seconds.
     """
 
     path: str
@@ -130,11 +131,11 @@ class CheckpointWritten(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
-    """Event: a checkpoint could not be written. The older file is unchanged.
+    """Event after the server has failed to write a checkpoint. An existing file is unchanged.
 
     Attributes:
         path: the path of the file.
-        reason: the reason of the failure.
+        reason: the message of the error.
     """
 
     path: str
@@ -143,8 +144,8 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class Closed(Event):
-    """Event: the server was closed."""
+    """Event after the server was closed."""
 
 
 Callback: TypeAlias = Callable[[Event], object]
-"""A function that receives each event."""
+"""A function that receives each event. Its result is ignored."""

@@ -1,4 +1,4 @@
-"""Warnings about arguments that are valid but probably a mistake."""
+"""Warnings about models that are valid but that the caller has probably passed by mistake."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -24,15 +24,15 @@ __all__ = [
 ]
 
 MAX_NORM_RATIO = 0.1
-"""The largest ratio of the norms of a tensor in the update and in the base for a warning. The difference after a few
-epochs is usually smaller. Training rarely shrinks all tensors of a model to this ratio. For example, a weight decay of
-1e-4 per step needs 23,000 steps."""
+"""The threshold of the warning about differences. The ratio is the norm of a tensor in the update, divided by its norm
+in the base. The difference of two models after a few epochs usually has a smaller ratio. In contrast, training rarely
+shrinks all tensors of a model to this ratio. For example, a weight decay of 1e-4 per step needs 23,000 steps."""
 MAX_NORM_RATIO_OF_ONE_TENSOR = 0.01
-"""The largest ratio if only one tensor of the base is nonzero, because training can shrink a single tensor further."""
+"""The threshold if only one tensor of the base is nonzero, because training can shrink a single tensor further."""
 MIN_PARAMETERS = 32
-"""A model with fewer parameters may be trained to nearly zero."""
+"""The smallest number of parameters for the warning, because training may move a smaller model close to zero."""
 SAMPLE_SIZE = 2**12
-"""The number of entries of a tensor that the first pass reads."""
+"""The number of entries of a tensor that the first, fast pass reads."""
 POLICY_HINT = "space=ParameterSpace.of_state_dict(model, buffer_policy=...)"
 
 
@@ -44,10 +44,18 @@ def warn_about_update(
     current: Mapping[str, Tensor],
     hint: str | None,
 ) -> None:
-    """Warn about a client's model that is probably a difference of models, or that changes integers.
+    """Warn if a client's model is probably a difference of models, or if it changes integers without a policy.
 
-    The arguments are as in `warn_if_difference`. `current` is the server's model. If the update is a difference, `hint`
-    is `None`.
+    Args:
+        name: the argument that contains the update, for the message.
+        space: the space of the models.
+        update: the client's model.
+        base: the model from which the client started.
+        current: the server's model.
+        hint: how to pass a difference, for the message. `None` if the caller has declared the update as a difference.
+
+    Raises:
+        ArgumentError: if the update is certainly a difference, as in `warn_if_difference`.
     """
     if hint is not None:
         read = ((key, update[key]) for key, policy in space.policies.items() if policy != "leave")
@@ -68,21 +76,21 @@ def warn_if_difference(
     buffers: Iterable[tuple[str, Any]],
     hint: str,
 ) -> None:
-    """Warn about an update whose tensors all have a much smaller norm than in the base.
+    """Warn if all tensors of an update have much smaller norms than the tensors of its base.
 
-    Such an update is probably a difference of models. Call this function before the checks of buffers, because a
-    difference of models usually has negative variances.
+    Such an update is probably a difference of models. Call this function before you validate buffers. A difference of
+    models often contains negative variances, and this function explains the reason.
 
     Args:
-        name: the argument with the update, for the message.
+        name: the argument that contains the update, for the message.
         layout: the layout of the model.
         update: the parameters of the client's model.
-        base: the parameters that the client started from.
+        base: the parameters from which the client started.
         buffers: the names and values of the client's buffers that the server reads.
-        hint: how to send a difference, for the message.
+        hint: how to pass a difference, for the message.
 
     Raises:
-        ArgumentError: if such an update also has a negative variance, which is impossible for a model.
+        ArgumentError: if such an update also contains a negative variance. It is then certainly not a model.
     """
     if layout.size < MIN_PARAMETERS:
         return
@@ -93,7 +101,7 @@ def warn_if_difference(
         for leaf in layout.leaves:
             theirs = _norm(update[leaf.name], looked)
             before = _norm(base[leaf.name], looked)
-            # A tensor that is zero in the base, such as an initial bias, gives no evidence. Other checks reject NaN.
+            # A tensor that is zero in the base, such as an initial bias, has no ratio. Other checks reject NaN.
             part = theirs / before if before else 0.0
             if not part < MAX_NORM_RATIO:
                 return
@@ -101,7 +109,7 @@ def warn_if_difference(
             if part >= longest and before:
                 longest = part
                 where = leaf.name
-    # Each tensor was counted in both passes, so a count of 2 means one tensor.
+    # Both passes counted each nonzero tensor, so a count of 2 means one tensor.
     if where and longest < (MAX_NORM_RATIO if num_nonzero > 2 else MAX_NORM_RATIO_OF_ONE_TENSOR):
         given = f"what looks like a difference of models: {where} has {longest:.2g} x the norm of its base"
         message = f"{name}: expected the model itself, got {given}; {hint}"
@@ -111,7 +119,7 @@ def warn_if_difference(
 
 
 def warn_if_adapter_factors(name: str, model: Iterable[str], hint: str) -> None:
-    """Warn about adapter factors in a model without `adapters`, because the server would average them separately."""
+    """Warn if a model contains adapter factors, because without `adapters` the server averages them separately."""
     found = find_first_factor(model)
     if found is not None:
         warn_caller(f"{name}: {found}: the factors of adapters would be averaged separately; {hint}")
@@ -120,9 +128,9 @@ def warn_if_adapter_factors(name: str, model: Iterable[str], hint: str) -> None:
 def warn_if_integers_change(
     name: str, space: ParameterSpace, update: Mapping[str, Tensor], current: Mapping[str, Tensor]
 ) -> None:
-    """Warn about changed integer buffers without a policy, because the server ignores the change.
+    """Warn if a client has changed an integer buffer without a policy, because the server ignores the change.
 
-    Counters, which have a single integer, are excluded.
+    Counters are excluded. A counter is a buffer with a single integer.
     """
     named = dict(space.buffer_policies)
     for entry in space.layout.buffers:
@@ -137,7 +145,7 @@ def warn_if_integers_change(
 
 
 def _has_negative(tensor: Any) -> bool:
-    """Return whether a dense floating-point tensor has a negative entry; `False` for other values."""
+    """Return whether a value is a dense floating-point tensor with a negative entry."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return False
     try:
@@ -147,7 +155,10 @@ def _has_negative(tensor: Any) -> bool:
 
 
 def _norm(tensor: Tensor, limit: int | None) -> float:
-    """Return the norm of the first `limit` entries; `None` means all entries."""
+    """Return the norm of the first `limit` entries of a tensor, or of all entries if `limit` is `None`.
+
+    A norm that is not finite is returned as infinity.
+    """
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() or limit is None else tensor.detach()[:1].reshape(-1)
     looked = flat[:limit]
     if looked.dtype.itemsize == 1:

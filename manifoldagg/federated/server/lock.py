@@ -10,10 +10,11 @@ __all__ = ["OwnedLock", "PendingUpdate", "UpdateLock"]
 
 
 class OwnedLock:
-    """A reentrant lock that reports whether the current thread owns it.
+    """Reentrant lock that reports whether the current thread owns it.
 
     Attributes:
-        lock: the lock. `with` acquires it in one bytecode instruction, so that an interrupt cannot leave it locked.
+        lock: the lock, for `with` statements. `with` acquires a lock of the C implementation in one bytecode
+            instruction, so that an interrupt cannot leave it locked.
 
     Example:
         >>> mine = OwnedLock()
@@ -26,11 +27,11 @@ class OwnedLock:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        # No thread waits on the condition, so `notify` has no effect. It raises if this thread does not own the lock.
+        # No thread waits on the condition, so `notify` does nothing. It raises if this thread does not own the lock.
         self._owner_probe = threading.Condition(self.lock)
 
     def held_by_me(self) -> bool:
-        """Return whether this thread owns the lock."""
+        """Return whether the current thread owns the lock."""
         try:
             self._owner_probe.notify()
         except RuntimeError:
@@ -39,13 +40,13 @@ class OwnedLock:
 
 
 class PendingUpdate:
-    """An update that a call is processing.
+    """Update that a call is processing.
 
     Attributes:
         ticket: the id of the ticket.
         thread: the id of the calling thread.
-        position: the position in the queue; `None` until the update is enqueued.
-        alive_lock: a lock that the call holds until its end. An interrupt also releases the lock.
+        position: the position in the queue. `None` until the update is enqueued.
+        alive_lock: a lock that the call owns until it ends. The lock is also released if an interrupt ends the call.
     """
 
     __slots__ = ("alive_lock", "position", "thread", "ticket")
@@ -58,9 +59,10 @@ class PendingUpdate:
 
 
 class UpdateLock(OwnedLock):
-    """Lock that serialises updates, and the queue of the updates that wait for the lock.
+    """Lock that serialises updates, with a queue of the updates that wait for the lock.
 
-    `max_queued` is the number of updates that may wait while another update runs. `None` disables the limit.
+    Args:
+        max_queued: the largest number of updates that may wait while another update runs. `None` disables the limit.
 
     Example:
         >>> lock = UpdateLock(0)
@@ -76,24 +78,28 @@ class UpdateLock(OwnedLock):
         super().__init__()
         self.max_queued = max_queued
         self._pid = os.getpid()
-        # An ended update, whose `alive_lock` is released, remains here until the next update is registered.
+        # An update whose call has ended remains in this dictionary until the next update is registered.
         self._updates: dict[PendingUpdate, None] = {}
         self._positions = count()
 
     @property
     def tickets(self) -> list[str]:
-        """The ticket ids of the pending updates."""
+        """The ticket ids of the updates that are being processed."""
         return [update.ticket for update in self._alive()]
 
     def register(self, update: PendingUpdate) -> None:
-        """Register an update. The update is pending until its `alive_lock` is released."""
+        """Register an update. It counts as being processed until its `alive_lock` is released."""
         for other in [*self._updates]:
             if not other.alive_lock.locked():
                 self._updates.pop(other, None)
         self._updates[update] = None
 
     def enqueue(self, update: PendingUpdate) -> None:
-        """Enqueue an update; raise `BusyError` if more than `max_queued` updates of other threads precede it."""
+        """Enqueue an update.
+
+        Raises:
+            BusyError: if more than `max_queued` updates of other threads are ahead of it in the queue.
+        """
         place = update.position = next(self._positions)
         if self.max_queued is None:
             return
@@ -103,14 +109,24 @@ class UpdateLock(OwnedLock):
             raise BusyError(f"server: busy: {waiting} queued updates, max_queued_updates={self.max_queued}")
 
     def check_process(self) -> None:
-        """Raise `ArgumentError` in a forked process, whose state is a copy that no client communicates with."""
+        """Check that this process has created the server.
+
+        A forked process has only a copy of the server, with which no client communicates.
+
+        Raises:
+            ArgumentError: if this process is a fork of the server's process.
+        """
         if os.getpid() != self._pid:
             raise ArgumentError(
                 f"server: expected a call in process {self._pid}, got a call in a fork, where the server is read-only"
             )
 
     def check(self) -> None:
-        """Raise `ArgumentError` if this thread owns the lock, because a call from within an update would deadlock."""
+        """Check that the current thread may wait for a running update.
+
+        Raises:
+            ArgumentError: if the current thread owns the lock, so that it would wait for itself.
+        """
         if self.held_by_me():
             raise ArgumentError("server: expected a call outside of an update; call this after `receive` has returned")
 

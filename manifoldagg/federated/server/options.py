@@ -1,4 +1,4 @@
-"""The options of a server: the initial model, the limits and the memory policy."""
+"""Options of a server: the initial model, the limits and the memory policy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,16 +20,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InitialModel(KeywordHints):
-    r"""Initial model of a server, with buffers.
+    r"""Initial model of a server with buffers, such as the running means of batch normalisation.
 
     Args:
-        point: the parameters $\Theta^0$ (P,).
-        buffers: the initial buffers, as `space.buffers` returns them; `None` for a server without buffers. Clients
-            return all buffers except those with the policy `"leave"`.
-        buffer_policy: a mapping from names or glob patterns to policies. A sequence of patterns has the policy
-            `"average"`. The policies are:
+        point: the parameters $\Theta^0$ as a vector (P,), where P is the number of parameters.
+        buffers: the initial buffers by name, as `ParameterSpace.buffers` returns them. `None` means that the server has
+            no buffers. Clients return all buffers except those with the policy `"leave"`.
+        buffer_policy: a mapping from buffer names or glob patterns to policies. If you pass a sequence of names or
+            patterns instead, these buffers have the policy `"average"`. The policies are:
 
-            - `"average"`: the rule's step averages the buffer. This is the default for floating-point buffers.
+            - `"average"`: the buffer moves towards the mean of the clients' buffers, by the same fraction as the model.
+              This is the default for floating-point buffers.
             - `"latest"`: the client's buffer replaces the server's buffer. This is the default for counters of batches.
             - `"leave"`: the buffer does not change. This is the default for other integers and for booleans.
 
@@ -45,20 +46,23 @@ class InitialModel(KeywordHints):
 
 @dataclass(frozen=True)
 class ServerLimits(KeywordHints):
-    """Limits on the updates, tickets, queue and stored records of a server. `None` disables a limit.
+    """Limits on the updates, the tickets, the queue and the stored records of a server.
+
+    A limit of `None` is disabled.
 
     Args:
         update: the limits that each update must satisfy.
-        max_in_flight: the maximum number of tickets in flight. At this number, `dispatch` raises `BusyError`.
-        max_queued_updates: the maximum number of updates that wait for the running update. The server rejects further
-            updates as busy. An update is not counted while its payload is unpacked, so the host must limit the number
-            of concurrent calls.
-        timeout: the number of seconds after which a ticket expires, as in `Server.expire`.
-        receipt_cache_size: the number of latest receipts that the server stores for repeated requests.
-        history_size: the number of latest rows in `Server.history`.
+        max_in_flight: the largest number of tickets in flight. If this number is reached, `dispatch` raises
+            `BusyError`.
+        max_queued_updates: the largest number of updates that may wait for the running update. The server rejects
+            further updates with the reason that it is busy. This limit does not count an update while its payload is
+            unpacked, so the host must limit the number of concurrent calls itself.
+        timeout: the time in seconds after which a ticket without an update expires.
+        receipt_cache_size: the number of receipts of closed tickets that the server stores to answer repeated requests.
+        history_size: the number of latest rows that `Server.history` contains.
 
     Raises:
-        ArgumentError: if a limit is out of range. The message names it.
+        ArgumentError: if a limit is out of range. The message starts with the name of the limit.
 
     Example:
         >>> ServerLimits(UpdateLimits(max_staleness=8), timeout=600.0).update.max_staleness
@@ -86,31 +90,36 @@ class ServerLimits(KeywordHints):
 
     @classmethod
     def of(cls, limits: "ServerLimits | UpdateLimits") -> "ServerLimits":
-        """Convert a `limits` argument. For an `UpdateLimits`, the other limits have their default values."""
+        """Convert an `UpdateLimits` to a `ServerLimits` with defaults for the other limits.
+
+        A `ServerLimits` is returned unchanged. Other values raise `ArgumentError`.
+        """
         if isinstance(limits, UpdateLimits):
             return cls(limits)
         return check_option("limits", limits, ServerLimits)
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> "ServerLimits":
-        """Return the limits that `dataclasses.asdict` converted to plain values."""
+        """Restore limits from the plain values that `dataclasses.asdict` returns."""
         return cls(**{**tree, "update": UpdateLimits(**tree["update"])})
 
 
 @dataclass(frozen=True)
 class MemoryPolicy(KeywordHints):
-    """Memory policy for the older versions and client states of a server.
+    """Policy for the memory of older versions and client states of a server.
 
     Args:
-        limit: the bytes of memory for older versions and client states. If they need more, the server moves the oldest
-            to unlinked temporary files, and releases their memory to the system. `None` disables the limit.
-        spill: the folder of the temporary files; `None` for the system's temporary folder.
-        base_dtype: a narrower dtype for the models that clients start from, on flat and low-rank spaces. The server
-            sends and stores the rounded model, and measures the drift from it. The drift is therefore rarely zero,
-            even without staleness. A model that overflows is not rounded.
+        limit: the largest memory usage of older versions and client states in bytes. If they need more memory, the
+            server moves the oldest ones to unlinked temporary files and releases their memory to the system. The files
+            disappear when the process ends. `None` disables the limit.
+        spill: the folder of the temporary files. `None` means the system's temporary folder.
+        base_dtype: a narrower dtype for the models from which clients start, such as `torch.bfloat16`. It requires a
+            flat or a low-rank space. The server sends and stores the rounded model, and it computes the drift from the
+            rounded model. Because of the rounding, the drift is rarely zero, even if the staleness is zero. The server
+            does not round a model that would overflow.
 
     Raises:
-        ArgumentError: if an argument is invalid. The message names it.
+        ArgumentError: if an argument is invalid. The message starts with the name of the argument.
 
     Example:
         >>> MemoryPolicy(limit=2**30, base_dtype=torch.bfloat16).limit
@@ -130,19 +139,19 @@ class MemoryPolicy(KeywordHints):
             raise ArgumentError(f"base_dtype: expected a torch.dtype, got {short_repr(self.base_dtype)}")
 
     def tree(self) -> dict[str, Any]:
-        """Return the policy as plain values for `of_tree`, without the folder, which depends on the machine."""
+        """Return the policy as plain values for `of_tree`. The folder is omitted, because it depends on the machine."""
         dtype = None if self.base_dtype is None else str(self.base_dtype).removeprefix("torch.")
         return {"limit": self.limit, "base_dtype": dtype}
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> "MemoryPolicy":
-        """Return the policy that `tree` converted to plain values."""
+        """Restore a policy from the plain values that `tree` returns."""
         dtype = tree["base_dtype"]
         return cls(tree["limit"], None, None if dtype is None else getattr(torch, dtype))
 
 
 def check_option(name: str, value: Any, kind: type[T]) -> T:
-    """Return `value`; raise `ArgumentError` if it is not an instance of `kind`."""
+    """Return `value` if it is an instance of `kind`. Otherwise, raise `ArgumentError`."""
     if not isinstance(value, kind):
         raise ArgumentError(f"{name}: expected {kind.__name__}, got {short_repr(value)}")
     return value

@@ -27,14 +27,18 @@ __all__ = [
 ]
 
 HistoryRow = dict[str, object]
-"""A row of the history."""
+"""A row of `Server.history`, as a dictionary from column names to values."""
 
 
 class PendingTicket(NamedTuple):
-    """A ticket in flight.
+    """Ticket in flight.
 
-    `base_key` is `None` if the server does not store the base. `issued_at` is in seconds of the clock. `custom_start`
-    states whether the rule chose another start model than the base.
+    Attributes:
+        client: the client that the ticket was issued to.
+        version: the version of the model at the dispatch.
+        base_key: the key of the base in the store. `None` if the server does not store the base.
+        issued_at: the time of the dispatch, in seconds of the clock.
+        custom_start: whether the rule replaced the base by another start model for the client.
     """
 
     client: Hashable
@@ -45,24 +49,26 @@ class PendingTicket(NamedTuple):
 
 
 class ClosedTicket(NamedTuple):
-    """A closed ticket: the client and the receipt."""
+    """Closed ticket, with its client and the receipt for repeated requests."""
 
     client: Hashable
     receipt: Receipt
 
 
 class AppliedUpdate(NamedTuple):
-    """An update and the result of its step, before the server publishes them.
+    """Update and the result of its step, before the server publishes them.
 
     Attributes:
-        reported_samples: the sample count that the client reported, before the cap.
-        update: the input of the step.
+        ticket_id: the id of the ticket.
+        ticket: the ticket of the update.
+        reported_samples: the sample count that the client reported, before the server capped it.
+        update: the update that the rule received.
         after: the model state after the step.
-        outcome: the outcome of the step.
-        model: the new model; `None` if the model did not move.
-        received_at: the time of arrival in seconds of the clock; NaN if neither a subscriber nor a journal needs it.
-        seconds: the duration of the step; NaN without subscribers.
-        payload: the bytes of the payload for the journal; empty without a journal.
+        outcome: the outcome of the rule.
+        model: the new model. `None` if the step did not change the model.
+        received_at: the time of arrival, in seconds of the clock. NaN if there are no subscribers and no journal.
+        seconds: the duration of the step in seconds. NaN if there are no subscribers.
+        payload: the bytes of the payload for the journal. Empty if there is no journal.
     """
 
     ticket_id: str
@@ -78,14 +84,14 @@ class AppliedUpdate(NamedTuple):
 
 
 class PendingNotification(NamedTuple):
-    """A model that the average has not yet received."""
+    """New version of the model that the average has not yet received."""
 
     version: int
     model: InMemoryTree
 
 
 class LogRecord(NamedTuple):
-    """A journal record: the kind of the change, the inputs of the change, and the bytes of a payload."""
+    """Journal record: the kind of a change, the inputs of the change, and the bytes of the payload if it has one."""
 
     kind: str
     content: dict[str, Any]
@@ -93,13 +99,14 @@ class LogRecord(NamedTuple):
 
 
 class PendingLog(NamedTuple):
-    """The pending records of a journal.
+    """Pending records of a journal.
 
     Attributes:
-        name: the name of the journal. Each resumed server creates a journal with a new name.
-        chain: the checksum of the last record, which also covers the checksum of the previous record.
+        name: the name of the journal. Each resumed server starts a journal with a new name.
+        chain: the chained checksum of all records so far. The checksum of each record also covers the checksum of the
+            previous record.
         records: the records that are not yet written, by log sequence number.
-        rejected: the number of rejected updates by field, as in the last record.
+        rejected: the number of rejected updates for each invalid field, at the time of the last record.
     """
 
     name: str
@@ -110,7 +117,7 @@ class PendingLog(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Subscription:
-    """A subscriber, and the number of the first event that it receives."""
+    """Callback of a subscriber, and the number of the first event that the callback receives."""
 
     callback: Callback
     first_event: int
@@ -134,7 +141,10 @@ def make_receipt(applied: AppliedUpdate) -> Receipt:
 
 
 def history_row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> HistoryRow:
-    """Return a row of the history as plain Python values by name. The column `waiting` is the metric `buffered`.
+    """Return a row of the history as a dictionary of plain Python values.
+
+    The metric `buffered`, which is the number of buffered updates, becomes the column `waiting`. The column `buffered`
+    contains the boolean of the receipt.
 
     Example:
         >>> history_row("ward-7", 10, Receipt(True, "", 1, step=0.5), {"rate": 0.25, "buffered": 2.0})["waiting"]

@@ -1,4 +1,4 @@
-"""The server: it owns the model, the older versions and the client states, and applies updates with any rule."""
+"""The class `Server`, which stores the model and applies the updates of clients with any rule."""
 
 import dataclasses
 import logging
@@ -67,46 +67,56 @@ from manifoldagg.tensor_file import check_path
 __all__ = ["Server"]
 
 NOT_CALLED = (Payload, torch.nn.Module, type)
-"""The types of payloads that `receive` does not call, although they may be callable."""
+"""Types whose instances `receive` never calls. An instance may be callable without being a function that returns a
+payload. For example, a module is callable."""
 DEFAULT_CLOCK = time.monotonic
 # A library does not write to the terminal unless the application adds a handler.
 logging.getLogger("manifoldagg").addHandler(logging.NullHandler())
 
 
 class Server:
-    r"""Server of a rule: it dispatches models to clients, applies their updates, and rejects invalid updates.
+    r"""Federated server that dispatches its model to clients and applies their updates with an aggregation rule.
 
-    - A rejected update changes nothing. Rejections are logged to `logging.getLogger("manifoldagg")`.
-    - Clients never share memory with the server: dispatched models are copies, and payloads are only read.
-    - Every method is atomic and may be called from any thread, signal handler or finaliser. The state is one immutable
-      record, so that an interrupted method has either completed or had no effect.
-    - Updates are applied one at a time. `receive`, `receive_model`, `save`, `snapshot`, `averaged` and `close` wait for
-      a running update. Other methods do not wait for it.
-    - Rules and averages may read the server. They must not call methods that wait for the running update.
+    For each task of a client, call `dispatch` to get a ticket with a copy of the model. When the client returns its
+    trained model, pass it with the ticket to `receive` or `receive_model`, which return a receipt. If the client will
+    not return a model, call `drop`.
+
+    - The server rejects an invalid update without any change to the model. It logs each rejection to
+      `logging.getLogger("manifoldagg")`.
+    - The server never shares memory with clients. It dispatches copies of the model and only reads payloads.
+    - Every method is atomic and may be called from any thread, signal handler or finaliser. An interrupted method has
+      either completed or had no effect, because the state is one immutable record.
+    - The server applies one update at a time. `receive`, `receive_model`, `save`, `snapshot`, `averaged` and `close`
+      wait for a running update. All other methods return without waiting for it.
+    - A rule or an average may read the server while an update runs. It must not call a method that waits for this
+      update.
 
     Args:
-        space: the space of the models.
+        space: the space of the models. P is the number of coordinates of a model.
         rule: the aggregation rule.
         start: the initial model $\Theta^0$ (P,), or an
             [`InitialModel`][manifoldagg.federated.InitialModel] with buffers.
-        weights: the share $w_i$ of each client in the data:
+        weights: the definition of the weight $w_i$ of client i, which is its share of the training data:
 
-            - a mapping from clients to sample counts: $w_i = |D_i| / \sum_j |D_j|$
-            - `"uniform"`: $w_i = 1 / N$
-            - `"observed"`: $w_i = |D_i| / (N \cdot m)$, where m is the mean of the reported sample counts
+            - For a mapping from clients to sample counts, $w_i = |D_i| / \sum_j |D_j|$. Here, $|D_i|$ is the sample
+              count of client i.
+            - For `"uniform"`, $w_i = 1 / N$.
+            - For `"observed"`, $w_i = |D_i| / (N \cdot m)$. Here, $|D_i|$ is the sample count that client i reported,
+              and m is the mean of all reported counts.
 
-            N is the number of clients that have a ticket or have returned an update. Means over several updates use
-            sample counts as weights.
-        limits: the limits on updates, tickets, the queue and stored records. An `UpdateLimits` limits only updates.
-        durability: the checkpoints and the journal. An existing journal is not modified.
-        memory: the memory for older versions and client states.
-        averaging: an average that receives every new version, in order. It may store the models but must not write
-            them.
-        clock: a function that returns seconds, such as the clock of a simulation.
+            N is the number of clients that have a ticket or have returned an update. A weighted mean over several
+            updates uses the sample counts as weights, or equal weights for `"uniform"`.
+        limits: the limits on updates, tickets, queued updates and stored records. If you pass an `UpdateLimits`, the
+            other limits keep their defaults.
+        durability: the policy for checkpoints and the journal. The constructor rejects a journal that already exists.
+        memory: the memory limit for older versions and client states.
+        averaging: an average over the versions of the model. It receives every new version, in order. It may store
+            the models but must not modify them.
+        clock: a function that returns the time in seconds, such as the clock of a simulation.
 
     Raises:
-        ArgumentError: if an argument is invalid. The message names it.
-        CheckpointError: if the journal cannot be started.
+        ArgumentError: if an argument is invalid. The message starts with the name of the argument.
+        CheckpointError: if the server cannot create the journal.
 
     Example:
         >>> import torch
@@ -194,27 +204,30 @@ class Server:
         personal: Sequence[str] = (),
         **options: Any,
     ) -> "Server":
-        """Create a server whose initial model is a module or a state dict, with its buffers.
+        """Create a server from a PyTorch module or a state dict. The server also stores the buffers of the model.
 
         Args:
-            model: a module or a state dict. It is not modified.
+            model: a module or a state dict with the initial values. It is not modified.
             rule: the aggregation rule.
-            buffer_policy: the policies of the buffers, as in `InitialModel`. Frozen parameters of a module are left
-                unchanged unless a pattern matches their names.
-            manifolds: a mapping from names or glob patterns to the spaces of these parameters.
-            adapters: whether each pair of factors in a state dict is one matrix, as in
-                [`aggregate`][manifoldagg.aggregate].
-            scaling: the factor of the products of adapter factors in the model.
-            personal: names or glob patterns of parameters and buffers that remain on each client, as in
-                [`ParameterSpace.of`][manifoldagg.manifolds.ParameterSpace.of]. The server does not store or send them.
-                To resume, pass the space with `personal` instead of the model.
+            buffer_policy: the policies of the buffers, as in `InitialModel`. A frozen parameter of a module keeps its
+                value unless a pattern matches its name.
+            manifolds: a mapping from parameter names or glob patterns to the manifolds of these parameters. All other
+                parameters are flat.
+            adapters: whether the server aggregates the product of each pair of LoRA factors in a state dict instead of
+                the separate factors. See
+                [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
+            scaling: the factor by which the model multiplies the products of adapter factors.
+            personal: names or glob patterns of parameters and buffers that stay on each client, as in
+                [`ParameterSpace.of`][manifoldagg.manifolds.ParameterSpace.of]. The server neither stores nor sends
+                these tensors. `resume` has no such option. To resume the server, pass a space that was created with
+                `personal` instead of the model.
             **options: keyword arguments of the constructor.
 
         Raises:
             ArgumentError: if the model has no trainable parameters, or an argument is invalid.
 
         Warns:
-            UserWarning: if the model has adapter factors and `adapters` is `None`.
+            UserWarning: if the model contains adapter factors but `adapters` is `None`.
 
         Example:
             >>> from manifoldagg.federated.rules import FedAsync
@@ -245,15 +258,17 @@ class Server:
     ) -> "Server":
         """Resume a server if its checkpoint or its journal exists. Otherwise, start a new server.
 
-        The same call starts a server and restarts it after a crash at any time, even before the first checkpoint.
-        After a restart, `orphaned_tickets` lists the interrupted tasks: dispatch them again, or `drop` their tickets.
+        The same call therefore starts a server and restarts it after a crash, even after a crash before the first
+        checkpoint. After a restart, `orphaned_tickets` contains the tickets of the interrupted tasks. Dispatch these
+        tasks again, or call `drop` for their tickets.
 
         Args:
-            path: the checkpoint, as in `resume`. To write checkpoints to this path, set the option `durability`.
+            path: the path of the checkpoint, as in `resume`. `open` only reads this file. To write checkpoints to it,
+                also pass the option `durability`.
             space: the space of the models.
             rule: the aggregation rule, as in `resume`.
-            start: the initial model. A resumed server ignores it.
-            replace: whether to accept another rule or clock, as in `resume`.
+            start: the initial model of a new server. A resumed server ignores it.
+            replace: whether to accept another rule or clock than the saved one, as in `resume`.
             **options: keyword arguments of the constructor.
 
         Raises:
@@ -284,42 +299,50 @@ class Server:
         scaling: Scaling = 1.0,
         **options: Any,
     ) -> "Server":
-        """Resume a server from a checkpoint. The resumed server is bit-identical to the saved one.
+        """Resume a server from a checkpoint. The state of the resumed server is bit-identical to the saved state.
 
-        - The saved options are the defaults of `options`. Files do not store the average (only its state), the clock,
-          `durability`, the spill folder and the callbacks of `on_event`. Pass them again.
-        - With a journal, the server replays the records after the checkpoint with the saved options. An incomplete last
-          record is discarded. Then a new journal starts with the complete state. Only the average receives replayed
-          versions again; callbacks do not receive replayed events.
-        - Tickets keep their ages. The time without a running server does not count.
+        - An option that you do not pass in `options` has its saved value. A checkpoint stores the state of the average,
+          but not the average itself. It also does not store the clock, `durability`, the spill folder and the callbacks
+          of `on_event`. Pass these objects again.
+        - If `durability` contains a journal, the server replays the journal records after the checkpoint with the saved
+          options. It discards an incomplete last record. Then it starts a new journal with the complete state.
+        - During the replay, the average receives the new versions, but callbacks do not receive events.
+        - The age of a ticket does not include the time during which no server was running.
 
         Args:
-            path: a file of `save` or of automatic checkpoints. It may be missing if the journal contains the complete
-                state.
-            model: a module or a state dict with the same parameters and buffers as the saved model, whose values are
-                ignored; or a space that equals the saved space. For a module or a state dict, `manifolds`, `adapters`
-                and `scaling` are as in `of`.
-            rule: a rule that equals the saved rule. Functions in the rule, and the clock, are compared by their names.
-            replace: whether to accept another rule or clock. A rule of the same class resumes with its state and the
-                client states. Another class starts without them, and buffered updates are lost. The clip and the noise
-                of `Private` cannot be replaced, because they determine the privacy loss so far.
-            ignore_journal: whether to resume without the updates that only the journal of the checkpoint contains.
-            buffer_policy: the policies of the buffers, as in `of`; `None` for the saved policies.
+            path: the path of a file that `save` or an automatic checkpoint has written. The file may be missing if the
+                journal contains the complete state.
+            model: a module or a state dict with the parameters and buffers of the saved model, or a space that equals
+                the saved space. The values in the module or the state dict are ignored.
+            rule: a rule that equals the saved rule. Functions in the rule are compared by their names.
+            replace: whether to accept another rule or clock than the saved one. If the new rule has the saved class and
+                a state of the same structure, the server restores the state of the rule and the client states.
+                Otherwise, it discards these states and the buffered updates. The clip and the noise of `Private`
+                cannot be replaced, because they determine the privacy loss so far.
+            ignore_journal: whether to resume a checkpoint that has a journal without this journal. The updates after
+                the checkpoint are then lost.
+            buffer_policy: the policies of the buffers, as in `of`. `None` uses the saved policies.
+            manifolds: the manifolds of the parameters of a module or a state dict, as in `of`.
+            adapters: whether a state dict contains adapter factors, as in `of`.
+            scaling: the factor of the products of adapter factors, as in `of`.
             **options: keyword arguments of the constructor.
 
         Raises:
             CheckpointError: in any of these cases:
 
                 - The file is truncated, altered, or not a checkpoint of a server.
-                - The model, the rule or the clock differs from the saved one.
+                - The model, the rule or the clock differs from the saved one. Clocks are compared by their names.
                 - Another process has locked the journal.
                 - The journal was altered, starts after the checkpoint, or belongs to another server.
-                - The checkpoint has a journal, but `durability` has none.
+                - The checkpoint has a journal, but `durability` has no journal.
             ArgumentError: if an argument is invalid.
 
         Warns:
-            RuntimeWarning: if the backend, the processor or the torch version differs, because results may then differ
-                bitwise; or if a replayed update returns another receipt.
+            RuntimeWarning: in any of these cases:
+
+                - The backend, the processor or the torch version differs from the saved one, so that results may
+                  differ bitwise.
+                - A replayed update returns another receipt than the original update.
 
         Example:
             >>> import tempfile, torch
@@ -371,7 +394,7 @@ class Server:
         options: Mapping[str, Any],
         policies: BufferPolicy | None = None,
     ) -> "Server":
-        """Create a server without files from a checkpoint."""
+        """Create a server from a checkpoint. The server has no files of its own yet."""
         start, saved = checkpoint.server_arguments(policies)
         with renamed_arguments(MODEL_NAMES):
             server = cls(space, rule, start, **{**saved, **options})
@@ -394,7 +417,7 @@ class Server:
         rule: Rule,
         options: Mapping[str, Any],
     ) -> LoadedCheckpoint:
-        """Return the checkpoint of the state after all journal records."""
+        """Replay the journal records on a temporary server, and return a checkpoint of its final state."""
         spill = options.get("memory", MemoryPolicy()).spill
         replayed = {
             "averaging": options.get("averaging"),
@@ -410,18 +433,19 @@ class Server:
 
     @no_grad
     def dispatch(self, client: Hashable, *, retain_base: bool = True) -> Ticket:
-        """Dispatch a copy of the current model to a client, and return the ticket of the task.
+        """Start a task of a client, and return its ticket with a copy of the current model.
 
         Args:
-            client: the name of the client: any hashable value that equals itself, but not a tensor.
-            retain_base: whether the server stores the version that the client starts from. Otherwise, the payload of
-                the client must contain this base.
+            client: the name of the client. It may be any hashable value that equals itself, except a tensor. A server
+                with checkpoints or a journal accepts only strings and integers.
+            retain_base: whether the server stores the version that the client starts from. If it does not, the client
+                must return this model as `base` in its payload.
 
         Raises:
-            ArgumentError: if `client` is not a valid name or is not in a mapping `weights`, or if `retain_base` is not
-                a boolean.
-            BusyError: if `max_in_flight` tickets are in flight.
-            CheckpointError: if the journal cannot be written.
+            ArgumentError: if the name of the client is invalid, if `weights` is a mapping without this client, or if
+                `retain_base` is not a boolean.
+            BusyError: if `max_in_flight` tickets are already in flight.
+            CheckpointError: if the server cannot write the journal.
 
         Cost: one copy of the model.
         """
@@ -430,11 +454,14 @@ class Server:
 
     @no_grad
     def dispatch_shared(self, client: Hashable) -> tuple[Ticket, StoredTree | None]:
-        """Dispatch the current model like `dispatch`, but without a copy, for callers that serialise it immediately.
+        """Dispatch the current model like `dispatch`, but without a copy of the model.
+
+        Use this method if you serialise the message immediately.
 
         Returns:
-            The ticket, whose message shares memory with the server and must not be written; and the stored base. Keep a
-            reference to the base until you have read the message. Afterwards, the server reuses the memory.
+            The ticket and the stored base. The message of the ticket shares memory with the server, so you must not
+            write to it. Keep a reference to the stored base until you have read the message. The server may reuse the
+            memory after the last reference is deleted.
         """
         return self._dispatch(client, True, copies=False)
 
@@ -460,41 +487,43 @@ class Server:
         client: Hashable = ANY_CLIENT,
         codec: Codec | None = None,
     ) -> Receipt:
-        """Process the update that a client returns for a ticket.
+        """Validate and apply the update that a client returns for a ticket.
 
-        `receive` is idempotent. Calling it again with an answered ticket returns the original receipt and ignores the
-        new payload.
+        `receive` is idempotent. An accepted update closes its ticket, and a later call with a closed ticket returns the
+        original receipt and ignores the new payload. A client can therefore repeat a request whose response was lost.
 
         Args:
             ticket: the ticket or its id.
-            payload: the payload of the client, which must not be written during the call. Or a function that returns
-                the payload, such as `partial(wire.unpack, data)`. The function is called after the ticket was checked.
-                If the function raises a `ManifoldAggError`, the update is rejected. Other exceptions propagate.
-            client: the client that returns the payload. The server rejects the update if the ticket was issued to
-                another client.
-            codec: the codec of a payload that
-                [`ErrorFeedback.encode_payload`][manifoldagg.federated.clients.ErrorFeedback] has encoded.
+            payload: the payload of the client, or a function that returns the payload, such as
+                `partial(wire.unpack, data)`. The payload must not be modified during the call. The server calls the
+                function after it has checked the ticket. If the function raises a `ManifoldAggError`, the server
+                rejects the update. Other exceptions propagate.
+            client: the client that returns the payload. If you pass it, the server rejects a payload whose ticket was
+                issued to another client.
+            codec: the codec with which
+                [`ErrorFeedback.encode_payload`][manifoldagg.federated.clients.ErrorFeedback] has encoded the payload.
+                `None` means that the payload is not encoded.
 
         Returns:
-            A receipt. If `accepted` is false, its `reason` names the invalid field, and nothing has changed. The client
-            may send another payload, unless the ticket is closed. Expired tickets, tickets of too old versions and
-            tickets whose base was lost are closed. See
+            The receipt of the update. If `accepted` is false, the model is unchanged, and `reason` starts with the name
+            of the invalid field. The client may then send another payload for the same ticket, unless the ticket is
+            closed. The server also closes tickets that expire, whose version is too old, or whose base was lost. See
             [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions).
 
         Raises:
-            ArgumentError: if the method is called from within an update.
-            RuleError: if the rule, or a schedule in it, returns an invalid result.
-            CheckpointError: if the journal cannot be written. The update stays applied, and a retry returns its receipt
-                when the journal can be written again. Until then, the server accepts no other update.
-            Exception: an exception in the code of the rule, which leaves the server unchanged; or an exception in
-                `averaging`, after which the update stays applied.
+            ArgumentError: if the rule, the average or a signal handler calls this method within an update.
+            RuleError: if the rule, or a schedule in the rule, returns an invalid result.
+            CheckpointError: if the server cannot write the journal. The update stays applied, and the server accepts no
+                other update until it can write the journal again. A repeated call then returns the receipt.
+            Exception: if the code of the rule or of `averaging` raises an exception. After an exception of the rule,
+                the server is unchanged. After an exception of the average, the update stays applied.
 
         Warns:
-            StabilityWarning: once, if the step exceeds the stability limit for the number of tickets in flight. If the
-                warning is raised as an error, nothing has changed. See
+            StabilityWarning: if the step exceeds the stability limit for the number of tickets in flight. The server
+                warns only once. If a warning filter turns the warning into an error, the server is unchanged. See
                 [`suggest_rate`][manifoldagg.federated.suggest_rate].
 
-        Cost: the cost of the rule's step. Most rules do not require another pass to check that the update is finite.
+        Cost: the cost of the rule's step. Most rules check that the update is finite without another pass over it.
         """
         if codec is not None:
             load = decoding_loader(codec, payload, self.space, self._state.value)
@@ -514,38 +543,49 @@ class Server:
         client: Hashable = ANY_CLIENT,
         scaling: Scaling | None = None,
     ) -> Receipt:
-        """Process an update that a client returns as a state dict of its module.
+        """Validate and apply an update that a client returns as the state dict of its module.
+
+        This method is `receive` for models in the format of PyTorch. It is also idempotent, and it raises the same
+        exceptions.
 
         Args:
             ticket: the ticket or its id.
-            model: the state dict of the client's model, which may omit frozen parameters and buffers with the policy
-                `"leave"`. Or the path of a safetensors file, which the server maps into memory. For a curve, a sequence
-                of state dicts or paths: the control points, of which the last is the client's model and contains the
-                buffers. Or a function that returns one of these, as in `receive`.
+            model: the client's model in one of these forms:
+
+                - a state dict. It may omit frozen parameters, and buffers with the policy `"leave"`.
+                - the path of a safetensors file, which the server maps into memory.
+                - a sequence of state dicts or paths, which are the control points of a curve. The last one is the
+                  client's model and contains the buffers.
+                - a function that returns one of these values. The server calls it as in `receive`.
             samples: the number of samples that the client trained on.
             client: the client that returns the model, as in `receive`.
-            scaling: the scaling of the client's adapters, if it differs from the scaling of the server, as in
-                [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
+            scaling: the scaling of the client's adapters, if it differs from the scaling of the server. The values are
+                as in [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
 
         Returns:
-            A receipt, as in `receive`. The `reason` of a rejection names `model` and the invalid tensor.
+            The receipt of the update, as in `receive`. If the server rejects the model, `reason` contains the word
+            `model` and the name of the invalid tensor.
 
         Raises:
-            ArgumentError: if the space is not a `ParameterSpace`, or the rule requires more than models.
+            ArgumentError: if the space is not a `ParameterSpace`, or if the rule requires more than models from
+                clients.
 
         Warns:
-            UserWarning: if the model is probably a difference of models. If the warning is raised as an error, nothing
-                has changed.
+            UserWarning: if the model is probably a difference of models. If a warning filter turns the warning into an
+                error, the server is unchanged.
         """
         load = payload_loader(self._schema, self.rule, model, samples, scaling, self._state.value)
         return self._updates.receive(_id_of(ticket), client, field_names(model), load=load)
 
     def drop(self, ticket: str | Ticket) -> None:
-        """Drop a ticket whose update will not arrive. The argument is the ticket or its id.
+        """End a task whose update will not arrive, for example because the client has disconnected.
+
+        Args:
+            ticket: the ticket of the task, or its id.
 
         Raises:
-            ArgumentError: if the ticket is unknown or was used.
-            CheckpointError: if the journal cannot be written.
+            ArgumentError: if the ticket is unknown or already closed.
+            CheckpointError: if the server cannot write the journal.
         """
         self._updates.lock.check_process()
         ticket_id = _id_of(ticket)
@@ -553,9 +593,10 @@ class Server:
         self._updates.flush()
 
     def expire(self) -> list[str]:
-        """Expire the tickets that are older than `timeout` seconds, and return their ids, the oldest first.
+        """Close the tickets that are older than `ServerLimits.timeout` seconds, and return their ids.
 
-        `dispatch` and `receive` also expire tickets. Without a `timeout`, no ticket expires.
+        The oldest ticket comes first. `dispatch` and `receive` also close these tickets, so you need this method only
+        if neither is called for a long time. Without a timeout, no ticket expires.
         """
         self._updates.lock.check_process()
         expired = self._updates.expire()
@@ -563,18 +604,19 @@ class Server:
         return expired
 
     def on_event(self, callback: Callback) -> Callable[[], None]:
-        """Subscribe a callback to all later events.
+        """Subscribe a callback to the later events of the server, such as accepted updates.
 
-        A callback receives one event at a time, in the order of the changes, before the call that caused the event
-        returns. An exception of a callback is logged and undoes nothing. See
-        [`EventDispatcher`][manifoldagg.federated.server.durability.subscriptions.EventDispatcher] for details.
+        The server calls the callback with each event before the method that caused the event returns. A slow callback
+        therefore delays these methods. The server logs an exception of the callback and continues.
+        [`EventDispatcher`][manifoldagg.federated.server.durability.subscriptions.EventDispatcher] describes the order
+        of events, concurrent calls and interrupts.
 
         Args:
-            callback: a function of an [`Event`][manifoldagg.federated.server.events.Event]. It may call all methods of
-                the server. A slow callback delays the calls that cause events.
+            callback: a function that accepts an [`Event`][manifoldagg.federated.server.events.Event]. It may call all
+                methods of the server.
 
         Returns:
-            A function that unsubscribes the callback.
+            A function without arguments that unsubscribes the callback.
 
         Raises:
             ArgumentError: if `callback` is not callable.
@@ -598,7 +640,7 @@ class Server:
         return copy_tensor(self._state.value.model_state.current)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the current model as a state dict, in the dtypes of the original model, with its buffers.
+        """Return the current model and its buffers as a state dict, in the dtypes of the original model.
 
         Raises:
             ArgumentError: if the space is not a `ParameterSpace`.
@@ -607,10 +649,11 @@ class Server:
         return check_parameter_space(self.space).state_dict(now.current, now.buffers or None)
 
     def spec(self) -> dict[str, Any]:
-        """Return the specification of the space as JSON values. A client can build the same space from it.
+        """Return the specification of the space as JSON values, so that a client can build the same space.
 
         Raises:
-            ArgumentError: if the space is not a `ParameterSpace`, or a leaf has a manifold of another package.
+            ArgumentError: if the space is not a `ParameterSpace`, or if a parameter has a manifold that another package
+                defines.
 
         Example:
             >>> from manifoldagg.federated.rules import FedAsync
@@ -624,21 +667,21 @@ class Server:
     def capped_samples(self, client: Hashable, samples: int) -> int:
         """Return the sample count of a client for weighted means over clients.
 
-        This is the count in a mapping `weights`. For other weights, it is the reported count `samples`, capped by
-        `UpdateLimits.samples_factor`.
+        If `weights` is a mapping, the method returns the count in this mapping. Otherwise, it returns the reported
+        count `samples`, limited to `UpdateLimits.samples_factor` times the median of the other clients' counts.
         """
         weights = self._state.value.weights
-        # The server does not cap reports that its own weights do not use.
+        # `Weights` caps a count only if its kind is "observed", but this method also caps counts for uniform weights.
         observed = dataclasses.replace(weights, kind="observed")
         return weights.sample_counts.get(client) or observed.capped(client, samples)
 
     def averaged(self) -> Float[Tensor, " P"]:
-        """Return a copy of the average (P,), or of the current model if the server has no average.
+        """Return a copy of the average over the versions of the model (P,).
 
-        The method waits for a running update.
+        If the server has no `averaging`, the method returns a copy of the current model. It waits for a running update.
 
         Raises:
-            ArgumentError: if the method is called from within an update or a journal write.
+            ArgumentError: if the method is called within an update or a journal write.
         """
         self._updates.check_may_wait()
         with self._updates.lock.lock:
@@ -648,7 +691,7 @@ class Server:
 
     @property
     def version(self) -> int:
-        """The version of the model, which is the number of times that the model has moved."""
+        """The version of the model, which is the number of steps that have changed the model so far."""
         return self._state.value.model_state.version
 
     @property
@@ -668,45 +711,47 @@ class Server:
 
     @property
     def history(self) -> list[HistoryRow]:
-        """The rows of the latest `history_size` accepted updates, for a data frame.
+        """The latest `ServerLimits.history_size` accepted updates as dictionaries, for example for a pandas data frame.
 
-        A row contains the client, the sample count, the fields of the receipt and the metrics of the rule.
+        Each row contains the client, the sample count, the fields of the receipt and the metrics of the rule.
         """
         return [dict(row) for row in self._state.value.history.values()]
 
     @property
     def rejected(self) -> dict[str, int]:
-        """The number of rejected updates, by the invalid field."""
+        """The number of rejected updates for each invalid field."""
         return dict(self._state.value.rejected)
 
     @property
     def memory(self) -> dict[str, int]:
-        """The memory of the `model`, the rule's `state`, older `versions` and `clients` in bytes.
+        """The memory usage of the server in bytes.
 
-        `spilled` is the size of the versions and client states in files.
+        The keys are `model`, `state` (the state of the rule and the buffers), `versions` (the older versions), and
+        `clients` (the client states). The key `spilled` is the size of the versions and client states in files.
         """
         return self._state.value.memory_usage()
 
     @no_grad
     def save(self, path: str | Path | None = None) -> None:
-        """Write a checkpoint and replace the existing file atomically.
+        """Write a checkpoint, and replace an existing file atomically.
 
         The checkpoint contains the complete state of the server and the state of the average. `save` waits for a
-        running update. Later updates run while the file is written.
+        running update. The server can apply further updates while `save` writes the file.
 
-        The journal deletes the records before the checkpoint. If the server has automatic checkpoints, the journal
-        deletes them only if `path` is the path of the automatic checkpoints.
+        If the server has a journal, `save` deletes the journal records that the checkpoint replaces. A server with
+        automatic checkpoints deletes them only if `path` is the path of these checkpoints.
 
         Args:
-            path: the path of the file; `None` for the path of the automatic checkpoints. Saving to this path also keeps
-                older files.
+            path: the path of the file. `None` means the path of the automatic checkpoints. At this path, `save` also
+                keeps older files, as `CheckpointPolicy.keep` states.
 
         Raises:
-            ArgumentError: if the folder does not exist, `path` is missing, the server was closed, or the method is
-                called from within an update or a journal write.
-            CheckpointError: if a value cannot be stored, such as a lambda in the rule or a client that is neither a
-                string nor an integer; or if the file cannot be written. The older file is then unchanged.
-            SpillError: if the file of a client state was altered.
+            ArgumentError: if the folder does not exist, if `path` is `None` for a server without automatic checkpoints,
+                if the server was closed, or if the method is called within an update or a journal write.
+            CheckpointError: if the file cannot be written, or cannot store a value. Examples of such values are a
+                lambda in the rule, and a client whose name is neither a string nor an integer. An existing file is
+                unchanged.
+            SpillError: if the spill file of a client state was altered.
 
         Cost: one pass over the complete state.
         """
@@ -714,22 +759,26 @@ class Server:
         self._durability.save(path, self._updates.snapshot)
 
     def snapshot(self) -> ServerSnapshot:
-        """Return the immutable content that `save` writes, for callers that store more in the same file.
+        """Return the content that `save` writes, as an immutable object.
+
+        Use this method to store the server together with other data in your own file.
 
         Raises:
-            ArgumentError: if the server was closed, or the method is called from within an update or a journal write.
+            ArgumentError: if the server was closed, or if the method is called within an update or a journal write.
         """
         self._updates.check_may_wait()
         return self._updates.snapshot()
 
     def close(self) -> None:
-        """Close the server: drop all tickets, delete the client states and close all files. The model stays readable.
+        """Close the server: drop all tickets, delete the client states, and close all files.
 
-        The method waits for a running update and for a checkpoint that is being written.
+        You can still read the model, the receipts and the history of a closed server. The method waits for a running
+        update and for a checkpoint that is being written.
 
         Raises:
-            ArgumentError: if the method is called from within an update or a journal write.
-            CheckpointError: if the last checkpoint or the journal could not be written. The server is closed then too.
+            ArgumentError: if the method is called within an update or a journal write.
+            CheckpointError: if the last checkpoint or the journal could not be written. The server is closed
+                nevertheless.
         """
         self._updates.check_may_wait()
         with self._updates.lock.lock:

@@ -1,4 +1,4 @@
-"""The state of a server: one immutable record, which every change replaces in one assignment."""
+"""The state of a server, as one immutable record. Every change replaces the whole record atomically."""
 
 import hashlib
 import math
@@ -38,38 +38,38 @@ from manifoldagg.manifolds import Manifold
 __all__ = ["ANY_CLIENT", "ServerCore", "ServerState", "StaleTicketError"]
 
 ANY_CLIENT = object()
-"""The default of `client=`, which stands for the client of the ticket."""
+"""The default of the argument `client`. It accepts the client of any ticket."""
 PAYLOAD_HEAD_BYTES = 64
-"""The number of bytes at the start of a payload that contain its checksum."""
+"""The number of bytes at the start of a packed payload. They contain the checksum of the payload."""
 UNKNOWN_TICKET = "ticket: unknown, or used already"
 SERVER_CLOSED = "server: was closed"
 
 
 class StaleTicketError(ArgumentError):
-    """Error for a ticket whose version is too old. The server rejects every update for this ticket."""
+    """Error for a ticket whose version is too old. The server closes the ticket."""
 
 
 class ServerState(NamedTuple):
-    """The state of a server. All its parts are immutable, so that a reader needs no lock.
+    """Immutable state of a server. Readers need no lock, because all parts of the state are immutable.
 
-    Every change returns a new state, or raises an error and changes nothing.
+    Every method that changes the state returns a new state. If it raises an error, nothing has changed.
 
     Attributes:
         limits: the limits of the server.
-        model_state: the current model state.
+        model_state: the current model with its buffers and the state of the rule.
         weights: the participating clients and their weights.
-        store: the current model, older versions, rounded bases and client states.
-        tickets: the tickets in flight, the oldest first.
-        closed_tickets: the receipts of closed tickets, for repeated requests.
-        history: the history rows, by the number of the update.
-        rejected: the number of rejected updates, by the invalid field.
-        has_averaging: whether an average receives each new model.
-        pending_notifications: the models that the average has not received.
+        store: the current model, the older versions, the rounded bases and the client states.
+        tickets: the tickets in flight by id, with the oldest ticket first.
+        closed_tickets: the receipts of closed tickets by id, which answer repeated requests.
+        history: the rows of the history, by the number of the update.
+        rejected: the number of rejected updates for each invalid field.
+        has_averaging: whether the server has an average, which receives each new model.
+        pending_notifications: the models that the average has not yet received.
         is_closed: whether the server was closed.
-        subscriptions: the subscribers of events. Without subscribers, events are not stored.
-        pending_events: the events that subscribers have not received, by number.
-        pending_log: the records that are not yet in the journal; `None` without a journal.
-        last_issued_at: the dispatch time of the latest ticket. The tickets in flight have no later time.
+        subscriptions: the subscribers of events. Without subscribers, the server stores no events.
+        pending_events: the events that the subscribers have not yet received, by number.
+        pending_log: the records that are not yet written to the journal. `None` means that there is no journal.
+        last_issued_at: the time at which the latest ticket was issued. No ticket in flight has a later time.
     """
 
     limits: ServerLimits
@@ -94,7 +94,12 @@ class ServerState(NamedTuple):
         return ("version", self.model_state.version)
 
     def check_capacity(self) -> None:
-        """Raise `ArgumentError` if the server was closed, or `BusyError` if `max_in_flight` tickets are in flight."""
+        """Check that the server can issue another ticket.
+
+        Raises:
+            ArgumentError: if the server was closed.
+            BusyError: if `max_in_flight` tickets are in flight.
+        """
         if self.is_closed:
             raise ArgumentError(SERVER_CLOSED)
         most = self.limits.max_in_flight
@@ -102,13 +107,21 @@ class ServerState(NamedTuple):
             raise BusyError(f"server: busy: {len(self.tickets)} tickets in flight, max_in_flight={most}")
 
     def with_ticket(self, ticket_id: str, ticket: PendingTicket, base: StoredTree | None) -> "ServerState":
-        """Return the state with a new ticket. `base` is the tree to store if the store does not contain the base key.
+        """Return the state with a new ticket.
 
-        Raises the same errors as `check_capacity`.
+        Args:
+            ticket_id: the id of the ticket.
+            ticket: the ticket.
+            base: the model from which the client starts. The store receives it only if it does not yet contain the key
+                of the base.
+
+        Raises:
+            ArgumentError: if the server was closed.
+            BusyError: if `max_in_flight` tickets are in flight.
         """
         self.check_capacity()
         tickets, now = self.tickets, ticket.issued_at
-        if now < self.last_issued_at:  # The clock went back. The tickets must remain in the order of their times.
+        if now < self.last_issued_at:  # The clock was set back. `without_expired` requires tickets in order of time.
             for name in [name for name, other in tickets.items() if other.issued_at > now]:
                 tickets = tickets.set(name, tickets[name]._replace(issued_at=now))
         key = None if self._is_stale(ticket.version) else ticket.base_key
@@ -121,11 +134,16 @@ class ServerState(NamedTuple):
         return after.with_event(Dispatched, client=ticket.client, ticket=ticket_id, start_version=ticket.version)
 
     def admit(self, ticket_id: Any, client: Any) -> PendingTicket | Receipt:
-        """Return a ticket in flight whose update can be applied, or the receipt of a closed ticket.
+        """Return a ticket in flight if its update can be applied. If the ticket is closed, return its receipt.
+
+        Args:
+            ticket_id: the id of the ticket.
+            client: the client that returns the update, or `ANY_CLIENT`.
 
         Raises:
             StaleTicketError: if the version of the ticket is too old.
-            ArgumentError: if the ticket is unknown or belongs to another client, or `client` is not a name.
+            ArgumentError: if the ticket is unknown, if it was issued to another client, or if `client` is not a valid
+                name.
         """
         found = self._lookup(ticket_id)
         if found is None:
@@ -139,36 +157,40 @@ class ServerState(NamedTuple):
         if self._is_stale(found.version):
             staleness = self.model_state.version - found.version
             raise StaleTicketError(f"staleness: expected at most {self.limits.update.max_staleness}, got {staleness}")
-        if found.base_key is not None and found.base_key not in self.store:  # released under an earlier max_staleness
+        # An earlier, lower `max_staleness` may have released the base.
+        if found.base_key is not None and found.base_key not in self.store:
             raise StaleTicketError(f"staleness: version {found.version} is no longer retained")
         return found
 
     def _is_stale(self, version: int) -> bool:
-        """Return whether the staleness of a version exceeds `max_staleness`."""
         most = self.limits.update.max_staleness
         return most is not None and self.model_state.version - version > most
 
     def without_stale_versions(self, keys: Iterable[StoreKey]) -> "ServerState":
-        """Return the state without the trees of stale versions among `keys`."""
+        """Return the state without the stored trees among `keys` whose versions exceed `max_staleness`."""
         held = self.store.entries
         stale = [key for key in keys if key in held and key[0] != "client" and self._is_stale(cast(int, key[1]))]
         released = [key for key in stale for _ in range(held[key][1])]
         return self._replace(store=self.store.replaced(released, {})) if released else self
 
     def pending(self, ticket_id: Any) -> PendingTicket:
-        """Return a ticket in flight; raise `ArgumentError` if the ticket is not in flight."""
+        """Return a ticket in flight. If the ticket is not in flight, raise `ArgumentError`."""
         found = self._lookup(ticket_id)
         if not isinstance(found, PendingTicket):
             raise ArgumentError(SERVER_CLOSED if found is None and self.is_closed else UNKNOWN_TICKET)
         return found
 
     def make_update(self, ticket: PendingTicket, payload: Payload, recorded: Mapping[str, Any] | None = None) -> Update:
-        """Return the update of a validated payload, with the base and the client state.
+        """Combine a validated payload with the server's data about its ticket and client.
 
-        In a journal replay, `recorded` contains the sample count and the weights of the original run.
+        Args:
+            ticket: the ticket of the update.
+            payload: the validated payload.
+            recorded: the sample count and the weights of the original run, during a journal replay. `None` means that
+                the server computes them.
 
         Raises:
-            SpillError: if the file of the base or of the client state was altered.
+            SpillError: if the spill file of the base or of the client state was altered.
         """
         client, current = ticket.client, self.model_state.current
         if recorded is None:
@@ -192,12 +214,16 @@ class ServerState(NamedTuple):
         )
 
     def with_update(self, applied: AppliedUpdate) -> tuple["ServerState", Receipt]:
-        """Return the state with an applied update, and its receipt; raise `ArgumentError` if the ticket was closed."""
+        """Return the state after an applied update, and the receipt of the update.
+
+        Raises:
+            ArgumentError: if the ticket was dropped while the server computed the step.
+        """
         ticket_id = applied.ticket_id
         client = applied.ticket.client
-        # `drop` and `close` do not wait for a running update.
+        # `drop` does not wait for a running update.
         if ticket_id not in self.tickets.entries:
-            self.pending(ticket_id)  # This raises an error.
+            self.pending(ticket_id)  # This call raises the error.
         receipt = make_receipt(applied)
         row = history_row(client, applied.reported_samples, receipt, applied.outcome.numbers)
         closed = ClosedTicket(client, receipt)
@@ -221,7 +247,7 @@ class ServerState(NamedTuple):
         return state, receipt
 
     def _with_acceptance(self, applied: AppliedUpdate, receipt: Receipt, row: HistoryRow) -> "ServerState":
-        """Return the state with the journal record and the event of an accepted update."""
+        """Add the journal record and the event of an accepted update to the state."""
         ticket, update = applied.ticket, applied.update
         state = self.with_log_record(
             "accepted",
@@ -247,7 +273,7 @@ class ServerState(NamedTuple):
         )
 
     def _store_after(self, applied: AppliedUpdate) -> Store:
-        """Return the store with the new model and the new client state, without the base of the update."""
+        """Return the store after an update: add the new model and the new client state, and release the base."""
         released: list[StoreKey] = []
         retained: dict[StoreKey, StoredTree | None] = {}
         if applied.model is not None:
@@ -265,20 +291,20 @@ class ServerState(NamedTuple):
         return self.store.replaced(released, retained)
 
     def with_event(self, kind: Callable[..., Event], **fields: Any) -> "ServerState":
-        """Return the state with a pending event, if there are subscribers."""
+        """Add a pending event to the state if there are subscribers."""
         if not self.subscriptions:
             return self
         event = kind(version=self.model_state.version, in_flight=len(self.tickets), **fields)
         return self._replace(pending_events=self.pending_events.set(self.pending_events.next_index, event))
 
     def with_log_record(self, kind: str, payload: bytes | memoryview = b"", **content: Any) -> "ServerState":
-        """Return the state with a pending journal record, if there is a journal."""
+        """Add a pending journal record to the state if there is a journal."""
         log = self.pending_log
         if log is None:
             return self
         if log.rejected is not self.rejected:
             content["rejected"] = dict(self.rejected)
-        # A payload begins with its own checksum.
+        # The start of a packed payload contains its checksum, so the chain need not read the whole payload.
         summary = repr((log.chain, kind, content)).encode() + payload[:PAYLOAD_HEAD_BYTES]
         chain = hashlib.blake2b(summary, digest_size=8).hexdigest()
         record = LogRecord(kind, {**content, "chain": (log.chain, chain)}, payload)
@@ -286,7 +312,10 @@ class ServerState(NamedTuple):
         return self._replace(pending_log=PendingLog(log.name, chain, changes, self.rejected))
 
     def log_truncated(self, lsn: int) -> "ServerState":
-        """Return the state without the pending records before `lsn`, because these records were written."""
+        """Return the state without the pending journal records before the log sequence number `lsn`.
+
+        The journal calls this method after it has written these records.
+        """
         if self.pending_log is None:
             return self
         changes = self.pending_log.records
@@ -295,13 +324,16 @@ class ServerState(NamedTuple):
         return self._replace(pending_log=self.pending_log._replace(records=changes))
 
     def without_ticket(self, ticket_id: str, receipt: Receipt | None = None) -> "ServerState":
-        """Return the state without a ticket in flight. A dropped ticket has no receipt; other receipts are stored."""
+        """Return the state without a ticket in flight, whose base is released.
+
+        If the ticket has a receipt, the state stores it for repeated requests. A dropped ticket has no receipt.
+        """
         ticket = self.tickets[ticket_id]
         closed = self.closed_tickets
         if receipt is not None:
             closed = closed.set(ticket_id, ClosedTicket(ticket.client, receipt), self.limits.receipt_cache_size)
         key = ticket.base_key
-        # The base of a stale ticket was released before.
+        # `without_stale_versions` may have released the base of a stale ticket.
         store = self.store if key is None or key not in self.store else self.store.release(key)
         weights = self.weights.without_ticket(ticket.client)
         return self._replace(
@@ -309,7 +341,7 @@ class ServerState(NamedTuple):
         )
 
     def with_dropped_ticket(self, ticket_id: Any) -> "ServerState":
-        """Return the state without a dropped ticket; raise `ArgumentError` if the ticket is not in flight."""
+        """Return the state without a dropped ticket. If the ticket is not in flight, raise `ArgumentError`."""
         client = self.pending(ticket_id).client
         return (
             self.without_ticket(ticket_id)
@@ -320,10 +352,17 @@ class ServerState(NamedTuple):
     def with_rejection(
         self, ticket_id: Any, reason: str, received_at: float, *, is_final: bool = False, norms: Norms | None = None
     ) -> tuple["ServerState", Receipt]:
-        """Return the state after a rejection, which is counted by the first field of its reason, and the receipt.
+        """Return the state after a rejected update, and the receipt of the rejection.
 
-        A final rejection closes the ticket. If the ticket is already closed, the state is unchanged, and the existing
-        receipt is returned. `norms` are the next norms of the clients, if the rejection changes them.
+        The state counts the rejection by the first field in its reason.
+
+        Args:
+            ticket_id: the id of the ticket.
+            reason: the reason, which starts with the name of the invalid field.
+            received_at: the time at which the update arrived, in seconds of the clock.
+            is_final: whether to close the ticket. If the ticket is already closed, the method changes nothing and
+                returns the existing receipt.
+            norms: the latest norms of the clients after the rejection. `None` means that they are unchanged.
         """
         receipt = Receipt(False, reason, self.model_state.version)
         if is_final and ticket_id not in self.tickets:
@@ -355,10 +394,10 @@ class ServerState(NamedTuple):
     def without_expired(self, now: float, exclude: Collection[str] = ()) -> tuple["ServerState", list[str]]:
         """Return the state without the tickets that have expired at time `now`, and the ids of these tickets.
 
-        Tickets in `exclude` do not expire.
+        The tickets in `exclude` do not expire, because their updates are being processed.
         """
         timeout = self.limits.timeout
-        # Most calls find no expired ticket. The check of the oldest ticket takes constant time.
+        # Most calls find no expired ticket. Checking the oldest ticket first takes constant time.
         if timeout is None or not self.tickets or now - self.tickets[self.tickets.first_key].issued_at <= timeout:
             return self, []
         due = takewhile(lambda name: now - self.tickets[name].issued_at > timeout, self.tickets)
@@ -374,13 +413,13 @@ class ServerState(NamedTuple):
         return state, ended
 
     def _lookup(self, ticket_id: Any) -> PendingTicket | ClosedTicket | None:
-        if type(ticket_id) is not str:  # The hash of another class may run any code.
+        if type(ticket_id) is not str:  # The hash function of another class could run arbitrary code.
             return None
         found = self.tickets.entries.get(ticket_id) or self.closed_tickets.entries.get(ticket_id)
         return None if found is None else found[1]
 
     def close(self) -> "ServerState":
-        """Return the state of a closed server: the current model, the receipts and the history."""
+        """Return the state of a closed server, which retains only the current model, the receipts and the history."""
         current = self.store.entries[self.current_key][0]
         state = self._replace(
             store=Store().retain(self.current_key, current),
@@ -392,7 +431,7 @@ class ServerState(NamedTuple):
         return state if self.is_closed else state.with_event(Closed)
 
     def memory_usage(self) -> dict[str, int]:
-        """Return the bytes of the model, the rule's state, older versions, client states and spill files."""
+        """Return the memory usage in bytes, with the keys of `Server.memory`."""
         used = self.store.memory_usage(exclude=self.current_key)
         return {
             "model": size_of(self.model_state.current),
@@ -404,7 +443,7 @@ class ServerState(NamedTuple):
 
 
 class ServerCore(NamedTuple):
-    """The parts of a server that its collaborators share."""
+    """Parts of a server that its helper objects share."""
 
     state: AtomicReference[ServerState]
     space: Manifold

@@ -1,4 +1,4 @@
-"""Conversion of modules and state dicts: to the space and the initial model of a server, and to payloads."""
+"""Conversion of modules and state dicts to spaces, initial models and payloads."""
 
 import glob
 import math
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 MODEL_NAMES = {"space": "model", "start": "model", "source": "model"}
-"""The argument `model` in error messages, where the code checks a space or a point."""
+"""A mapping from argument names of checks to the argument `model`, which error messages contain instead."""
 
 
 def model_space(
@@ -53,7 +53,10 @@ def model_space(
     *,
     is_resumed: bool = False,
 ) -> tuple[ParameterSpace, BufferPolicy]:
-    """Return the space of a model and the policies of the buffers. The arguments are as in `Server.of`."""
+    """Return the space of a model and the policies of its buffers.
+
+    The arguments are as in `Server.of`. If `is_resumed`, error messages refer to `Server.resume` instead.
+    """
     kinds, usage = "a torch.nn.Module or a state dict", "Server.of(model, rule)"
     if is_resumed:
         kinds, usage = "a torch.nn.Module, a state dict or a Manifold", "Server.resume(path, model, rule)"
@@ -82,7 +85,7 @@ def model_space(
 
 
 def _check_module_options(adapters: bool | None, scaling: Scaling) -> None:
-    """Check that the options for adapters have their defaults, because a space of a module has no adapters."""
+    """Check that the adapter options have their defaults, because a space of a module has no adapters."""
     if adapters is not None and check_choice("adapters", adapters, (True, False)):
         raise ArgumentError(
             "adapters: expected False for a module, got True; pass the state dict "
@@ -94,7 +97,7 @@ def _check_module_options(adapters: bool | None, scaling: Scaling) -> None:
 def initial_model(
     space: ParameterSpace, model: torch.nn.Module | Mapping[str, Tensor], policies: BufferPolicy
 ) -> InitialModel:
-    """Return the initial model of a server, with copies of the buffers."""
+    """Return the initial model of a server with copies of the parameters and buffers of a model."""
     with renamed_arguments(MODEL_NAMES):
         (point,) = space.points({"model: ": space.stack_factors(tensors_of(model))})
         return InitialModel(point, space.buffers(model), policies)
@@ -108,9 +111,10 @@ def resumed_space(
     adapters: bool | None,
     scaling: Scaling,
 ) -> tuple[Manifold, BufferPolicy | None]:
-    """Return the space of a resumed server, and the policies of the buffers; `None` for the saved policies.
+    """Return the space of a resumed server and the new policies of the buffers.
 
-    The arguments are as in `Server.resume`. `saved_policies` contains the policies of the checkpoint by buffer name.
+    `saved_policies` contains the policies in the checkpoint by buffer name. The other arguments are as in
+    `Server.resume`. The returned policies are `None` if the server keeps the saved policies.
     """
     if isinstance(model, Manifold):
         for name, value in (("manifolds", manifolds), ("adapters", adapters), ("scaling", scaling)):
@@ -118,7 +122,8 @@ def resumed_space(
             if not (value is default or (type(value) is float and value == default)):
                 raise ArgumentError(f"{name}: expected {default} if model is a space, got {short_repr(value)}")
         return model, buffer_policy
-    # A buffer name may contain special characters of glob patterns. In a sequence, a pattern may match no buffer.
+    # Saved names are escaped, because they may contain special characters of glob patterns. They are passed as a
+    # sequence, in which a pattern without a matching buffer is valid.
     saved = [] if isinstance(model, torch.nn.Module) else [glob.escape(name) for name in saved_policies]
     policies = saved if buffer_policy is None else buffer_policy
     space, policies = model_space(model, policies, manifolds, adapters, scaling, is_resumed=True)
@@ -128,19 +133,25 @@ def resumed_space(
 def payload_loader(
     schema: PayloadSchema, rule: Rule, model: Any, samples: Any, scaling: Scaling | None, state: ServerState
 ) -> Callable[[PendingTicket], Payload]:
-    """Return a function that converts a client's state dicts to the payload of a ticket.
+    """Return a function from a ticket to the payload with the client's model.
 
-    `model`, `samples` and `scaling` are as in `Server.receive_model`.
+    Args:
+        schema: the schema of the server's payloads.
+        rule: the rule of the server.
+        model: the client's model, as in `Server.receive_model`.
+        samples: the number of samples that the client trained on.
+        scaling: the scaling of the client's adapters, as in `Server.receive_model`.
+        state: the state of the server, which contains the bases of the tickets.
 
     Raises:
-        ArgumentError: if the space is not a `ParameterSpace`, or the rule requires more than models.
+        ArgumentError: if the space is not a `ParameterSpace`, or if the rule requires more than models from clients.
     """
     if any(extra_fields(rule)):
         raise ArgumentError(f"rule: {type(rule).__name__} requires more than models from clients; use `receive`")
     check_parameter_space(schema.space)
 
     def load(ticket: PendingTicket) -> Payload:
-        if isinstance(model, torch.nn.Module):  # A module is also callable.
+        if isinstance(model, torch.nn.Module):  # This check comes first, because a module is callable.
             raise ArgumentError(f"model: expected a state dict, got {type(model).__name__}: pass its state_dict()")
         key = None if ticket.custom_start else ticket.base_key
         load_base = partial(state.store.load, key)
@@ -151,7 +162,10 @@ def payload_loader(
 
 
 def map_paths(label: str, models: Any) -> Any:
-    """Replace a path, or each path of a list or tuple, by the memory-mapped tensors of its checkpoint."""
+    """Replace a path, or each path in a list or tuple, by the tensors of its checkpoint, which are mapped into memory.
+
+    `label` is the name of the argument in error messages.
+    """
     if isinstance(models, str | os.PathLike):
         return map_state_dict(label, models)
     if type(models) in (list, tuple) and any(isinstance(model, str | os.PathLike) for model in models):
@@ -160,7 +174,7 @@ def map_paths(label: str, models: Any) -> Any:
 
 
 def field_names(model: Any) -> dict[str, str]:
-    """Return the argument of `receive_model` for each field of a payload."""
+    """Return a mapping from the fields of a payload to the argument `model`, for error messages."""
     names = {"points": "model", "buffers": "model"}
     return names if isinstance(model, list | tuple) else {**names, "points[0]": "model"}
 
@@ -173,17 +187,18 @@ def _payload(
     load_base: Callable[[], Tensor | None],
     scaling: Scaling | None,
 ) -> Payload:
-    """Build the payload of a client's state dicts.
+    """Build a payload from a client's state dicts.
 
-    If the dtypes of a state dict are narrower than the server's, the client has rounded the base. The function then
-    adds the rounding error of the base to the points. Otherwise, every update would contain this error.
+    If the model has narrower dtypes than the server's master model, the client has trained from a rounded base. The
+    function then adds the rounding error of the base to the points. Otherwise, every update would contain this error.
 
     Args:
         schema: the schema of the server's payloads.
-        model: a state dict or the path of one, or a sequence of them for a curve. The last one contains the buffers.
+        model: a state dict or its path. For a curve, a sequence of state dicts or paths, of which the last one contains
+            the buffers.
         samples: the number of samples that the client trained on.
-        current: the server's model (P,), for the check that the update is not a difference of models.
-        load_base: a function that returns the model (P,) that the client started from; `None` if this is unknown.
+        current: the server's model (P,). The function compares it with the update to detect differences of models.
+        load_base: a function that returns the model (P,) from which the client started, or `None` if it is unknown.
         scaling: the scaling of the client's adapters, if it differs from the scaling of the server.
     """
     whole = check_parameter_space(schema.space)
@@ -193,7 +208,7 @@ def _payload(
         given = {"model": model}
     elif type(model) in (list, tuple):
         given = {f"model[{i}]": part for i, part in enumerate(model)}
-    else:  # Other sequences may return different items in each iteration.
+    else:  # Other sequences are rejected, because they may return other items in each iteration.
         raise ArgumentError(f"model: expected a state dict, a path or a sequence of them, got {type(model).__name__}")
     most = schema.update_limits.max_points
     if not 1 <= len(given) <= most:
@@ -207,7 +222,7 @@ def _payload(
         own = {name: _require_tensor(f"{label}: {name}", found[name]) for name in leaves}
         models[f"{label}: "] = space.stack_factors(own, f"{label}: ", scaling)
     if schema.accepts_nonfinite and not all(is_finite(x) for own in models.values() for x in own.values()):
-        # A rejection would reveal something about the update. A private rule counts the update as zero instead.
+        # A private rule replaces such an update by zero, because a rejection would reveal information about the client.
         nonfinite = torch.full((len(models), *space.shape), math.nan, dtype=schema.dtype, device=schema.device)
         return Payload(nonfinite, samples, buffers={entry.name: found[entry.name] for entry in schema.buffers})
     points = [point.to(schema.device) for point in space.points(models)]
@@ -225,7 +240,7 @@ def _payload(
 
 
 def _restore_rounding(space: ParameterSpace, points: list[Tensor], start: Tensor) -> list[Tensor]:
-    """Correct points for the rounding of the start model to the narrower dtypes of the client."""
+    """Add the rounding error of the start model to the points. The client has trained from the rounded start model."""
     (began,) = space.points({"": space.stack_factors(space.state_dict(start))})
     curved = dict(space.manifolds)
     found = []

@@ -1,4 +1,4 @@
-"""Information about an update that `aggregate` needs besides the models."""
+"""The class `UpdateInfo`, which describes an update to `aggregate`."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -12,26 +12,30 @@ __all__ = ["UpdateInfo"]
 
 @dataclass(frozen=True)
 class UpdateInfo(KeywordHints):
-    r"""Information about an update that [`aggregate`][manifoldagg.aggregate] needs besides the models.
+    r"""Information about an update that [`aggregate`][manifoldagg.aggregate] needs in addition to the models.
 
     Args:
-        client: the client's name, for rules with client states.
-        staleness: the number $\tau - t$ of versions between the client's base and the current model.
-        weight: the client's share $w_i$ of the data, in (0, 1].
+        client: the name of the client. Rules with client states need it.
+        staleness: the staleness $\tau - t$ of the update, where $\tau$ is the version of the current model and t is the
+            version of the client's base.
+        weight: the client's share $w_i$ of the training data, in (0, 1].
         samples: the number of samples that the client trained on.
-        difference: whether the update is the difference $\varphi_i - \Theta^t$ instead of the model. `aggregate` adds
-            the base and rounds each sum once to the dtype of the entry. If the client's subtraction was exact, the sum
-            is bit-identical to the client's model, up to the sign of zeros. Buffers are also differences, except for
-            boolean buffers, which contain the client's values. Differences require a flat space without adapters.
-        scaling: the scaling of the client's adapters, if it differs from the scaling of the space: a number, patterns
-            or a config, as in [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
-        share: the unnormalised weight of the client, as in [`Update`][manifoldagg.federated.Update].
+        difference: whether the update is the difference $\varphi_i - \Theta^t$ of the client's model $\varphi_i$ and
+            the base $\Theta^t$, instead of the model. Differences require a flat space without adapters.
+
+            - `aggregate` adds the base and rounds each sum once to the dtype of the entry. If the client's subtraction
+              was exact, the sum is bit-identical to the client's model, up to the sign of zeros.
+            - Buffers are also differences, except for boolean buffers, which contain the client's values.
+        scaling: the scaling of the client's adapters, if it differs from the scaling of the space. It may be a number,
+            a mapping from patterns to numbers, or an adapter config, as in
+            [`ParameterSpace.of_state_dict`][manifoldagg.manifolds.ParameterSpace.of_state_dict].
+        share: the weight of the client before normalisation, as in [`Update`][manifoldagg.federated.Update].
 
     Raises:
-        ArgumentError: if a field is invalid. The message names it.
+        ArgumentError: if a field is invalid. The message starts with the name of the field.
 
     Warns:
-        UserWarning: if `weight` is above 1.
+        UserWarning: if `weight` is larger than 1.
 
     Example:
         >>> UpdateInfo(client="ward-7", staleness=2, weight=0.25, samples=30).staleness

@@ -1,4 +1,4 @@
-"""The processing of an update: ticket check, validation, the step of the rule, and publication."""
+"""Processing of updates: the checks of ticket and payload, the step of the rule, and the publication of the result."""
 
 import logging
 import math
@@ -29,14 +29,14 @@ from manifoldagg.kernels.alloc import empty_like
 __all__ = ["UpdateProcessor"]
 
 Load = Callable[[PendingTicket], Any]
-"""A function that returns the payload of a ticket."""
+"""A function from a ticket to the payload that the client returned for this ticket."""
 Names = Mapping[str, str]
-"""The fields of a payload, and the arguments of the caller that contain them."""
+"""A mapping from the fields of a payload to the arguments of the caller that contain them, for error messages."""
 LOG = logging.getLogger("manifoldagg")
 
 
 class Request(NamedTuple):
-    """The arguments of a call with an update, before all checks, and the time of the call in seconds of the clock."""
+    """Unchecked arguments of a call of `receive`, and the time of the call in seconds of the clock."""
 
     ticket_id: Any
     client: Hashable
@@ -45,12 +45,13 @@ class Request(NamedTuple):
 
 
 class UpdateProcessor:
-    """Processor that validates, applies and publishes the updates of a server, one at a time.
+    """Processor that validates the updates of a server, applies them one at a time, and publishes the results.
 
     Attributes:
-        lock: the lock that an update holds while the server applies it.
-        free_list: the memory of released models, which the next step writes.
-        recycle: a function that receives the memory of a released model; `None` if the average may store models.
+        lock: the lock that serialises updates.
+        free_list: the memory of released models. The next step writes the new model to this memory.
+        recycle: the function that adds the memory of a released model to `free_list`. `None` if the server has an
+            average, because the average may store models.
     """
 
     def __init__(
@@ -83,15 +84,26 @@ class UpdateProcessor:
     ) -> Receipt:
         """Process an update, write its journal record, and deliver its events.
 
-        The payload is `payload`, or the result of `load` for the checked ticket. `names` contains the argument of the
-        caller for each field of the payload.
+        Args:
+            ticket_id: the id of the ticket.
+            client: the client that returns the update, or `ANY_CLIENT`.
+            names: a mapping from the fields of the payload to the arguments of the caller, for error messages.
+            payload: the payload, unless `load` returns it.
+            load: a function that returns the payload. The method calls it after it has checked the ticket.
+
+        Returns:
+            The receipt, which may be a rejection.
+
+        Raises:
+            RuleError: if the rule returns an invalid result.
+            CheckpointError: if the journal cannot be written.
         """
         journal = self._durability.journal
         try:
             receipt = self._process(ticket_id, client, names, payload, load)
             if journal is not None:
                 journal.write()
-        except Exception:  # An interrupt does not deliver events.
+        except Exception:  # After an interrupt such as KeyboardInterrupt, the next call delivers the events.
             self.deliver_events()
             raise
         if self._state.value.subscriptions:
@@ -99,7 +111,7 @@ class UpdateProcessor:
         return receipt
 
     def replay(self, payload: Payload, recorded: Mapping[str, Any]) -> Receipt:
-        """Apply an update of a journal record with the recorded sample count and weights."""
+        """Apply the update of a journal record, with the sample count and the weights of the record."""
         self._state.value.pending(recorded["ticket"])
         request = Request(recorded["ticket"], ANY_CLIENT, {}, math.nan)
         receipt = self._apply(request, payload, b"", recorded=recorded)
@@ -110,7 +122,7 @@ class UpdateProcessor:
         return receipt
 
     def expire(self) -> list[str]:
-        """Expire old tickets, except those whose updates are queued, and return their ids."""
+        """Expire old tickets and return their ids. Tickets whose updates are being processed do not expire."""
         if self._timeout is None:
             return []
         now = self._clock()
@@ -121,15 +133,25 @@ class UpdateProcessor:
         return expired
 
     def check_may_wait(self) -> None:
-        """Raise `ArgumentError` in a fork, within an update, and within a journal write."""
+        """Check that this call may wait for a running update.
+
+        Raises:
+            ArgumentError: if the call is made in a forked process, within an update, or within a journal write. Waiting
+                would cause a deadlock there.
+        """
         self.lock.check_process()
         self.lock.check()
         self._durability.check_idle()
 
     def snapshot(self, enqueue: Callable[[ServerSnapshot], None] | None = None) -> ServerSnapshot:
-        """Return the content of a checkpoint, between two updates; raise `ArgumentError` if the server was closed.
+        """Return the content of a checkpoint. The method waits for a running update.
 
-        `enqueue` receives the content before the next update.
+        Args:
+            enqueue: a function that receives the content before the next update starts. `None` means that the content
+                is only returned.
+
+        Raises:
+            ArgumentError: if the server was closed.
         """
         with self.lock.lock:
             self.notify_average()
@@ -141,7 +163,11 @@ class UpdateProcessor:
         return snapshot
 
     def notify_average(self) -> None:
-        """Pass new versions to the average. After an interrupt, but not after an error, a version is passed again."""
+        """Pass the pending versions to the average, in order.
+
+        If an interrupt ends the call of the average, the next call passes the same version again. If the average raises
+        an exception, the version counts as passed, and the exception propagates.
+        """
         while self._averaging is not None and (pending := self._state.value.pending_notifications):
             failure = None
             try:
@@ -159,7 +185,7 @@ class UpdateProcessor:
         self.deliver_events()
 
     def deliver_events(self) -> None:
-        """Deliver pending events to subscribers. Within an update, the events are delivered at its end."""
+        """Deliver pending events to the subscribers. Within an update, do nothing, because its end delivers them."""
         if self._state.value.subscriptions and not self.lock.held_by_me():
             self._dispatcher.drain()
 
@@ -189,14 +215,14 @@ class UpdateProcessor:
             if isinstance(ticket, Receipt):
                 self._finish_interrupted()
                 return ticket
-            del state  # An update that waits must not retain the models of this state.
+            del state  # The reference would keep the models of this state in memory while the update waits.
             self.lock.check()
             with self.lock.lock:
                 return self._apply_or_reject(request, payload, packed)
 
     def _apply_or_reject(self, request: Request, payload: Payload, packed: bytes | memoryview) -> Receipt:
-        """Apply or reject an update. The caller owns the update lock."""
-        if self._averaging is not None:  # An interrupt may have withheld older versions from the average.
+        """Apply or reject an update. The calling thread must own the update lock."""
+        if self._averaging is not None:  # After an interrupt, the average may lack earlier versions.
             self.notify_average()
         if self._durability.journal is not None:
             self._durability.journal.retry_if_failed()
@@ -212,15 +238,18 @@ class UpdateProcessor:
     def _apply(
         self, request: Request, payload: Payload, packed: bytes | memoryview, recorded: Mapping[str, Any] | None = None
     ) -> Receipt:
-        """Apply the step of an update and publish the result. A journal replay passes the recorded weights."""
+        """Compute the step of an update and publish the result.
+
+        During a journal replay, `recorded` contains the sample count and the weights of the original run.
+        """
         state = self._state.value
         begun = time.perf_counter() if state.subscriptions else math.nan
-        # While the update waited, its ticket may have been answered, dropped or become too old.
+        # While this update waited, its ticket may have been closed or dropped, or its version may have become too old.
         ticket = state.admit(request.ticket_id, request.client)
         if isinstance(ticket, Receipt):
             return ticket
         update = state.make_update(ticket, payload, recorded)
-        # Only the owner of the update lock removes memory from the list.
+        # Only the owner of the update lock calls `pop`, so the list cannot become empty after the check.
         out = self.free_list.pop() if self.free_list else empty_like(state.model_state.current)
         model = InMemoryTree(out, self.recycle, size=out.untyped_storage().nbytes())
         try:
@@ -252,9 +281,10 @@ class UpdateProcessor:
         return self._state.update(lambda now: now.with_update(applied))
 
     def _reject(self, request: Request, error: ManifoldAggError) -> Receipt:
-        """Count a rejection, and return the receipt. The reason contains the caller's name of the invalid argument.
+        """Record a rejection and return its receipt, whose reason contains the caller's name of the invalid argument.
 
-        The ticket is closed if its version is too old, or the file of its base was lost.
+        If the version of the ticket is too old, or if the spill file of the base was lost, no update can be accepted.
+        The rejection then closes the ticket.
         """
         reason = rename_argument(str(error), request.names)
         is_final = isinstance(error, StaleTicketError) or (isinstance(error, SpillError) and not error.temporary)
@@ -267,13 +297,13 @@ class UpdateProcessor:
         return receipt
 
     def _finish_interrupted(self) -> None:
-        """Complete the work after an update, if an interrupt ended its call early."""
+        """Complete the work after an update whose call an interrupt has ended early."""
         if self._state.value.pending_notifications and not self.lock.held_by_me():
             with self.lock.lock:
                 self._after_update()
 
     def _after_update(self) -> None:
-        """Notify the average, evict stored trees, and start a checkpoint if it is due."""
+        """Notify the average, evict stored trees to files, and start a checkpoint if one is due."""
         try:
             if self._averaging is not None:
                 self.notify_average()

@@ -1,4 +1,4 @@
-"""Validation of initial models and payloads."""
+"""Validation of rules, initial models and payloads."""
 
 import heapq
 import math
@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 MAX_LISTED = 5
-"""The maximum number of invalid names in an error message."""
+"""The largest number of invalid names that an error message lists."""
 FIELDS = attrgetter("points", "samples", "tensors", "numbers", "buffers", "base")
 IS_FUNCTORCH_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -65,7 +65,7 @@ FLOWER_RULES = {
     "FedTrimmedAvg": "TrimmedMean",
     "MultiKrum": "Krum",
 }
-"""The rules for Flower strategies with another name."""
+"""A mapping from Flower strategies to rules with other names."""
 T = TypeVar("T")
 
 
@@ -74,14 +74,15 @@ def check_rule(rule: Rule, usage: str = "") -> Rule:
 
     Args:
         rule: the rule to check.
-        usage: the call with the arguments in the right order, for the message if `rule` is a model.
+        usage: a call with the arguments in the right order. The message contains it if `rule` is a model.
 
     Raises:
-        ArgumentError: if `rule` is not a rule. For a name or a strategy of Flower, the message names the closest rule.
+        ArgumentError: if `rule` is not a rule. If `rule` is a string or a Flower strategy, the message suggests the
+            closest rule.
     """
     given: object = rule
     if isinstance(given, str):
-        from manifoldagg.federated import rules  # This imports dozens of modules, which only the message needs.
+        from manifoldagg.federated import rules  # This import is slow, and only the error message needs it.
 
         near = closest_match(given, rules.__all__)
         hint = "" if near is None else f"; did you mean rules.{near}(...)?"
@@ -92,14 +93,14 @@ def check_rule(rule: Rule, usage: str = "") -> Rule:
 
 
 def _check_no_flower_strategy(given: object) -> None:
-    """Reject a strategy of Flower. The check compares class names, because Flower may not be installed."""
+    """Raise `ArgumentError` for a Flower strategy. The check uses class names, because Flower may not be installed."""
     kind = given if isinstance(given, type) else type(given)
     theirs = [base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "flwr"]
     if "Strategy" not in theirs:
         return
     from manifoldagg.federated import rules
 
-    # Only the most derived class is conclusive, because most strategies derive from Flower's FedAvg.
+    # Only the most derived Flower class identifies the strategy, because most strategies derive from Flower's FedAvg.
     name = FLOWER_RULES.get(theirs[0], theirs[0])
     is_known = name in rules.__all__
     instead = f"manifoldagg.federated.rules.{name}" if is_known else "a rule from the table in docs/guide/rules.md"
@@ -110,18 +111,18 @@ def _check_no_flower_strategy(given: object) -> None:
 
 @dataclass(frozen=True)
 class PayloadSchema:
-    """Schema of the payloads of a server.
+    """Schema of the payloads that a server accepts.
 
     Args:
         space: the space of the points.
         dtype: the dtype of the points.
         device: the device of the server.
-        tensors: the number of points in each further tensor. `None` means one point without a batch dimension.
-        numbers: the names of further numbers.
-        buffers: the buffers that a client returns.
-        update_limits: the limits on sample counts and control points.
-        self_checked: the fields whose finiteness the rule checks. The server does not check these fields before the
-            step.
+        tensors: the number of points in each additional tensor, by name. `None` means one point without a batch
+            dimension.
+        numbers: the names of the additional numbers.
+        buffers: the names, shapes and dtypes of the buffers that a client returns.
+        update_limits: the limits on the sample count and the number of control points.
+        self_checked: the fields whose finiteness the rule checks during the step. The server skips its own check.
         accepts_nonfinite: whether the rule accepts points that are not finite.
     """
 
@@ -139,11 +140,11 @@ class PayloadSchema:
     def of(
         cls, space: Manifold, rule: Rule, start: Tensor, buffers: tuple[Entry, ...], update_limits: UpdateLimits
     ) -> "PayloadSchema":
-        """Return the schema of the payloads that a rule requires, with points in the dtype of `start`."""
+        """Return the schema of the payloads that a rule requires, with the dtype and the device of `start`."""
         tensors, numbers = extra_fields(rule)
         names = frozenset(getattr(rule, "self_checked", ())) if space.flat else frozenset()
         checked = {f"tensors: {name}" for name in tensors if name in names}
-        # If a point is not finite, the Gram matrix and all combinations are not finite. The rule detects this.
+        # If a point is not finite, its norm in the Gram matrix is not finite either, so the rule detects it.
         if "points" in names or accepts_tensor_lists(rule, space):
             checked |= {"points", "base"}
         private = bool(getattr(rule, "is_private", False))
@@ -152,9 +153,12 @@ class PayloadSchema:
         )
 
     def check_values(self, field: str, tensor: Tensor, *, is_point: bool = True) -> Tensor:
-        """Check that the values of a tensor are finite and on the space, and return the tensor.
+        """Return a tensor if its values are finite and, for a point, on the manifold.
 
-        The finiteness of self-checked fields is not checked.
+        The method does not check the finiteness of self-checked fields.
+
+        Raises:
+            ArgumentError: if the values are invalid. The message starts with `field`.
         """
         if is_point and not self.space.flat:
             return check_point(self.space, tensor, name=field)
@@ -162,29 +166,34 @@ class PayloadSchema:
 
     @cached_property
     def axes(self) -> list[int | None]:
-        """The shape of one point."""
+        """The shape of one point, in which `None` accepts any size."""
         return self.space.axes
 
     @cached_property
     def buffer_labels(self) -> dict[str, str]:
-        """The label of each buffer in error messages, by name."""
+        """The label of each buffer in error messages, by the name of the buffer."""
         return {entry.name: f"buffers: {entry.name}" for entry in self.buffers}
 
 
 def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: bool) -> Payload:
-    """Validate a payload, and return it with plain numbers and plain tensors on the server's device.
+    """Validate an untrusted payload, and return it with plain numbers and plain tensors on the device of the server.
 
-    The classes in an untrusted payload may have code that raises exceptions or returns a new value in each call.
-    Tensors that need no conversion are not copied.
+    Objects in the payload may have methods that raise exceptions or return another value in each call. The function
+    therefore converts all values to plain types. It does not copy tensors that need no conversion.
+
+    Args:
+        schema: the schema of the payloads.
+        payload: the payload of the client.
+        requires_base: whether the payload must contain the base, because the server has not stored it.
 
     Raises:
-        ArgumentError: if a field is invalid. The message names the first invalid field.
+        ArgumentError: if a field is invalid. The message starts with the name of the first invalid field.
     """
     if not issubclass(type(payload), Payload):
         raise ArgumentError(f"payload: expected a Payload, got {type(payload).__name__}")
     given, samples, tensors, numbers, buffers, base = _call_untrusted("payload", partial(FIELDS, payload))
     points = _check_vectors(schema, "points", given, None)
-    # The number of points is checked before their values, because reading too many points would take long.
+    # The number of points is checked before their values, because reading the values of too many points is slow.
     count = points.shape[0]
     most = schema.update_limits.max_points
     if count == 0:
@@ -209,7 +218,11 @@ def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: 
 
 
 def raise_nonfinite(schema: PayloadSchema, payload: Payload) -> None:
-    """Raise `ArgumentError` if a self-checked field of a failed update is not finite. The message names the field."""
+    """Explain why a step has failed, if the reason is a self-checked field that is not finite.
+
+    Raises:
+        ArgumentError: if such a field is not finite. The message starts with the name of the field.
+    """
     fields = {"points": payload.points, "base": payload.base}
     fields |= {f"tensors: {name}": tensor for name, tensor in payload.tensors.items()}
     for field, tensor in fields.items():
@@ -218,7 +231,12 @@ def raise_nonfinite(schema: PayloadSchema, payload: Payload) -> None:
 
 
 def check_start(space: Manifold, start: Tensor) -> Tensor:
-    """Return a copy of an initial model. The model must be finite, in a master dtype, and on the manifold."""
+    """Validate the initial model of a server and return a copy.
+
+    Raises:
+        ArgumentError: if the model is empty, is not finite, is not on the manifold, or has a dtype in which the server
+            cannot store models.
+    """
     for name, kind, value in (("space", "Manifold", space), ("start", "point", start)):
         if isinstance(value, Rule):
             rule = type(value).__name__
@@ -241,15 +259,21 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
 def initial_state(rule: Rule, space: Manifold, start: Point, names: Mapping[str, str]) -> State:
     """Return the state of a rule before the first step.
 
-    If the rule does not support the space, the function raises `ArgumentError`. In the message, `names` replaces the
-    arguments `space` and `start` by the caller's arguments.
+    Args:
+        rule: the rule.
+        space: the space of the models.
+        start: the initial model.
+        names: a mapping from the arguments `space` and `start` to the arguments of the caller, for error messages.
+
+    Raises:
+        ArgumentError: if the rule does not support the space.
     """
     with renamed_arguments(names, "rule: "):
         return rule.init(space, start)
 
 
 def _call_untrusted(name: str, function: Callable[[], T]) -> T:
-    """Call the code of an untrusted object, and raise its exceptions as an `ArgumentError`."""
+    """Call a function that runs the code of an untrusted object. Convert its exceptions to `ArgumentError`."""
     try:
         return function()
     except Exception as error:
@@ -257,8 +281,8 @@ def _call_untrusted(name: str, function: Callable[[], T]) -> T:
 
 
 def _check_vectors(schema: PayloadSchema, name: str, value: Any, *batch: int | None) -> Tensor:
-    """Check dense vectors (*batch, *shape) of the server's dtype, and move them to its device."""
-    # `type` is safe, whereas `__class__` of an untrusted object may be wrong or raise an exception.
+    """Validate dense points (*batch, *axes) in the dtype of the server, and move them to its device."""
+    # `type` is safe, whereas the `__class__` of an untrusted object may be wrong or raise an exception.
     tensor = require_dense(name, value) if issubclass(type(value), Tensor) else value
     check_shape(name, tensor, *batch, *schema.axes)
     if tensor.dtype != schema.dtype:
@@ -267,9 +291,9 @@ def _check_vectors(schema: PayloadSchema, name: str, value: Any, *batch: int | N
 
 
 def _plain_tensor(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor without its subclass and without its gradient."""
+    """Convert a tensor to the class `torch.Tensor` without a gradient."""
     if type(tensor) is not Tensor:
-        # A class with its own dispatch, such as a fake or distributed tensor, has no readable memory.
+        # A subclass with its own dispatch, such as a fake or distributed tensor, may have no readable memory.
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise ArgumentError(f"{name}: expected a plain tensor with values, got a {type(tensor).__name__}")
         with torch._C.DisableTorchFunctionSubclass():
@@ -280,7 +304,11 @@ def _plain_tensor(name: str, tensor: Tensor) -> Tensor:
 
 
 def check_samples(value: Any, max_samples: int) -> int:
-    """Return a sample count as a plain integer; raise `ArgumentError` if it is not from 1 to `max_samples`."""
+    """Return a sample count as a plain integer.
+
+    Raises:
+        ArgumentError: if the count is not an integer from 1 to `max_samples`.
+    """
     number = value if type(value) is int else _call_untrusted("samples", partial(_as_int, value))
     if number is None or not 1 <= number <= max_samples:
         raise ArgumentError(f"samples: expected an integer from 1 to {max_samples}, got {short_repr(value)}")
@@ -288,7 +316,7 @@ def check_samples(value: Any, max_samples: int) -> int:
 
 
 def _as_int(value: Any) -> int | None:
-    """Return a value as a plain integer; `None` if its code does not return one integer consistently."""
+    """Convert a value to a plain integer. Return `None` if it is not an integer, or if its methods disagree."""
     if isinstance(value, bool) or not isinstance(value, int | Integral):
         return None
     # `operator.index` may return a subclass of int; `int.__index__` returns a plain integer.
@@ -320,7 +348,7 @@ def _check_numbers(schema: PayloadSchema, given: Any) -> dict[str, float]:
 
 
 def _as_float(value: Any) -> float:
-    """Return a number as a float; infinity if it is too large, and NaN for other values."""
+    """Convert a real number to a float. Return infinity if it is too large, and NaN if it is not a real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -331,7 +359,7 @@ def _as_float(value: Any) -> float:
 
 def _check_buffers(schema: PayloadSchema, given: Any) -> dict[str, Tensor]:
     given = _check_mapping("buffers", given, schema.buffer_labels)
-    # One check of all plain tensors is faster than a check of each tensor. Models have hundreds of buffers.
+    # Models have hundreds of buffers. One check of all plain tensors is faster than one check for each tensor.
     is_tracked = needs_autograd_path([value for value in given.values() if type(value) is Tensor])
     found = {}
     for entry, label in zip(schema.buffers, schema.buffer_labels.values(), strict=True):
@@ -349,9 +377,15 @@ def _check_buffers(schema: PayloadSchema, given: Any) -> dict[str, Tensor]:
 
 
 def require_dense(name: str, value: Tensor, *, untracked: bool = False) -> Tensor:
-    """Return `value` as a plain tensor; raise `ArgumentError` if it is not dense or has no values.
+    """Return an untrusted tensor as a plain, dense tensor with values.
 
-    `untracked` states that neither autograd nor a functorch transform tracks the tensor, so that this is not checked.
+    Args:
+        name: the name of the tensor in error messages.
+        value: the tensor.
+        untracked: whether the caller has checked that neither autograd nor a functorch transform tracks the tensor.
+
+    Raises:
+        ArgumentError: if the tensor is sparse or nested, or if it has no values, such as a meta tensor.
     """
     is_plain = type(value) is Tensor and not IS_FUNCTORCH_WRAPPED(value) and not value.requires_grad
     tensor = value if is_plain else _plain_tensor(name, value)
@@ -372,7 +406,11 @@ def require_dense(name: str, value: Tensor, *, untracked: bool = False) -> Tenso
 
 
 def as_str_dict(name: str, mapping: Any) -> dict[str, Any]:
-    """Return an untrusted mapping as a dict; raise `ArgumentError` if it is not a mapping from strings."""
+    """Convert an untrusted mapping to a dict whose keys are plain strings.
+
+    Raises:
+        ArgumentError: if the value is not a mapping, or if a key is not a string.
+    """
     if not issubclass(type(mapping), Mapping):
         raise ArgumentError(f"{name}: expected a mapping from names, got {type(mapping).__name__}")
     found: dict[Any, Any] = mapping if type(mapping) is dict else _call_untrusted(name, partial(dict, mapping))
@@ -381,12 +419,12 @@ def as_str_dict(name: str, mapping: Any) -> dict[str, Any]:
     others = [key for key in found if not isinstance(key, str)]
     if others:
         raise ArgumentError(f"{name}: unknown: {_join_names(others)}")
-    # Subclasses of `str` may have their own code, so their instances are converted to plain strings.
+    # Keys of a subclass of `str` are converted to plain strings, because a subclass may override methods.
     return {str.__str__(key): value for key, value in found.items()}
 
 
 def _check_mapping(name: str, value: Any, expected: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping as a dict; raise `ArgumentError` if it does not have exactly the expected names."""
+    """Convert an untrusted mapping to a dict. Raise `ArgumentError` if it has other keys than the expected names."""
     found = as_str_dict(name, value)
     if found or expected:
         check_names(name, found, expected, expected)
@@ -394,7 +432,17 @@ def _check_mapping(name: str, value: Any, expected: Sequence[str] | Mapping[str,
 
 
 def check_names(name: str, found: Collection[str], expected: Collection[str], known: Collection[str]) -> None:
-    """Raise `ArgumentError` if an expected name is missing or a name is unknown. The message contains these names."""
+    """Check the names of a mapping.
+
+    Args:
+        name: the name of the mapping in error messages.
+        found: the names in the mapping.
+        expected: the names that must be in the mapping.
+        known: the names that may be in the mapping.
+
+    Raises:
+        ArgumentError: if an expected name is missing, or if a name is not known. The message lists these names.
+    """
     names = set(found)
     for problem, odd in (("missing", set(expected) - names), ("unknown", names - set(known))):
         if odd:

@@ -1,3 +1,3 @@
-"""Durability of the server: checkpoints, the journal, spilled client state, and their files."""
+"""Durability of the server: checkpoints, the journal, and spill files."""
 
 __all__: list[str] = []

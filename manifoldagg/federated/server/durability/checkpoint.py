@@ -1,4 +1,4 @@
-"""Checkpoints: the conversion of a server state to the content of a file, and back."""
+"""Checkpoints: the conversion of the state of a server to the content of a file, and back."""
 
 import glob
 import logging
@@ -48,16 +48,16 @@ LOG = logging.getLogger("manifoldagg")
 
 
 class ServerSnapshot(NamedTuple):
-    """Immutable content of a checkpoint. A snapshot does not copy the state.
+    """Immutable content of a checkpoint. A snapshot refers to the state of the server and does not copy it.
 
     Attributes:
-        core: the space, the rule and the clock of the server.
-        server_state: the state of the server, whose versions the average has received.
+        core: the parts of the server, which include the space, the rule and the clock.
+        server_state: the state of the server. The average has received all versions up to this state.
         options: the limits, the memory policy and the buffer policies as plain values.
         time: the time of the snapshot, in seconds of the clock.
-        averaging: the class and the state of the average; `None` without an average.
-        on_written: a function that is called after the write, with the log sequence number of the first journal record
-            that the checkpoint does not contain.
+        averaging: the import path of the average's class, and the state of the average. `None` if there is no average.
+        on_written: a function that is called after the file was written. Its argument is the log sequence number of the
+            first journal record that the checkpoint does not contain.
     """
 
     core: ServerCore
@@ -73,11 +73,11 @@ class ServerSnapshot(NamedTuple):
         return self.server_state.history.next_index
 
     def tree(self) -> Tree:
-        """Return the content as plain values and tensors.
+        """Return the content of the file as a tree of plain values and tensors.
 
         Raises:
             CheckpointError: if a file cannot store the rule, the space, the clock or the name of a client.
-            SpillError: if the file of a client state was altered.
+            SpillError: if the spill file of a client state was altered.
         """
         state = self.server_state
         now = state.model_state
@@ -117,7 +117,16 @@ class ServerSnapshot(NamedTuple):
         }
 
     def write(self, path: str | Path, keep: int, publish: Callable[..., None]) -> None:
-        """Write the content to a file, and publish an event. The arguments and errors are as in `tensor_file.save`."""
+        """Write the content to a file, and publish a `CheckpointWritten` or a `CheckpointFailed` event.
+
+        Args:
+            path: the path of the file.
+            keep: the number of files to keep, as in `tensor_file.save`.
+            publish: a function that receives the class and the fields of the event.
+
+        Raises:
+            CheckpointError: if the file cannot be written, or if it cannot store a value.
+        """
         begun = time.perf_counter()
         try:
             tensor_file.save(path, KIND, self.tree(), keep=keep)
@@ -131,16 +140,23 @@ class ServerSnapshot(NamedTuple):
 
 
 class LoadedCheckpoint:
-    """Content of a checkpoint file. If `tree` is the result of `ServerSnapshot.tree`, the file is not read.
+    """Content of a checkpoint file.
+
+    Args:
+        path: the path of the file.
+        tree: the result of `ServerSnapshot.tree`. If you pass it, the file is not read.
 
     Attributes:
+        model: the saved model.
         time: the time of the snapshot, in seconds of the clock.
+        buffer_policies: the saved policies of the buffers, by name.
         position: the name of the journal, the log sequence number of the first record after the checkpoint, and the
-            checksum of all previous records. Without a journal: a name of the checkpoint, 0 and an empty string.
+            chained checksum of all previous records. If the server had no journal, these values are a unique name of
+            the checkpoint, 0 and an empty string.
 
     Raises:
-        CheckpointError: if the file is truncated, altered, or not a checkpoint of a server. The message names an older
-            file if there is one.
+        CheckpointError: if the file is truncated, altered, or not a checkpoint of a server. If an older file exists,
+            the message contains its path.
     """
 
     def __init__(self, path: str | Path, tree: Tree = None) -> None:
@@ -161,16 +177,20 @@ class LoadedCheckpoint:
 
     @property
     def memory(self) -> MemoryPolicy:
-        """The saved memory policy, without the folder."""
+        """The saved memory policy, without the folder of spill files."""
         return MemoryPolicy.of_tree(self._tree["options"]["memory"])
 
     @property
     def replay_limits(self) -> ServerLimits:
-        """The limits for a journal replay, which accept each recorded update on a processor with other rounding."""
+        """The limits for a journal replay.
+
+        The server has already accepted each recorded update. On another processor, rounding may move its norm or cosine
+        beyond a limit. These limits therefore accept every norm and cosine.
+        """
         limits = self.limits
         update = replace(
             limits.update,
-            # The norms are still measured, because later limits depend on them.
+            # A finite limit still measures norms, because the limits after the replay depend on their median.
             max_norm=sys.float_info.max if limits.update.needs_norms else None,
             norm_factor=None,
             min_cosine=None if limits.update.min_cosine is None else -1.0,
@@ -178,7 +198,10 @@ class LoadedCheckpoint:
         return replace(limits, update=update)
 
     def with_replayed(self, tree: dict[str, Any]) -> "LoadedCheckpoint":
-        """Return the checkpoint with the content `tree` after a replay, but with the saved clock and options."""
+        """Return a checkpoint with the state in `tree`, which is the content after a replay.
+
+        The clock and the options remain those of this checkpoint, because the replay uses others.
+        """
         return LoadedCheckpoint(self.path, {**tree, "clock": self._tree["clock"], "options": self._tree["options"]})
 
     def check_compatible(
@@ -191,10 +214,13 @@ class LoadedCheckpoint:
             rule: the aggregation rule.
             clock: the clock.
             replace: whether to accept another rule or clock, as in `Server.resume`.
-            label: the caller's name of the argument `space`.
+            label: the caller's name of the argument `space`, for error messages.
 
         Raises:
-            CheckpointError: if a value differs. The message names the first difference.
+            CheckpointError: if a value differs. The message describes the first difference.
+
+        Warns:
+            RuntimeWarning: if the backend, the processor or the torch version differs from the saved one.
         """
         check_is_manifold(space)
         difference = first_difference(label, self._tree["space"], fingerprint(label, space))
@@ -217,13 +243,13 @@ class LoadedCheckpoint:
                 )
 
     def server_arguments(self, policies: BufferPolicy | None) -> tuple[InitialModel, dict[str, Any]]:
-        """Return the saved model as an initial model, and the saved options.
+        """Return the saved model as an initial model, and the saved options as keyword arguments of `Server`.
 
-        `policies` are the policies of the buffers. `None` means the saved policies.
+        `policies` contains the policies of the buffers. `None` means the saved policies.
         """
         start = InitialModel(self.model)
         if self.buffer_policies:
-            # A name may contain special characters of glob patterns.
+            # Names are escaped, because they may contain special characters of glob patterns.
             saved = {glob.escape(name): policy for name, policy in self.buffer_policies.items()}
             buffers = dict(buffers_from_tree(self._tree["buffers"]))
             start = InitialModel(self.model, buffers, saved if policies is None else policies)
@@ -236,9 +262,11 @@ class LoadedCheckpoint:
 
         Args:
             fresh: the state of a new server with the same model and options.
-            time: the current time, in seconds of the clock. Tickets keep their ages.
-            weights: the `weights` argument of the server; `None` for the saved weights.
-            on_free: a function that receives the memory of models without references.
+            time: the current time, in seconds of the clock. The method shifts the times of the tickets, so that the
+                tickets keep their ages.
+            weights: the argument `weights` of the server. `None` means the saved weights.
+            on_free: a function that receives the memory of a model after the last reference to the model is deleted.
+                `None` if this memory is not reused.
         """
         tree = self._tree
         limits = fresh.limits
@@ -255,13 +283,13 @@ class LoadedCheckpoint:
         tickets: PersistentOrderedMap[str, PendingTicket] = PersistentOrderedMap()
         for name, *fields in tree["tickets"]:
             ticket = PendingTicket(*fields)
-            # If the clock was ahead, the age is negative. The ticket then counts as issued now.
+            # If the clock was set back before the snapshot, the age is negative. The age then becomes zero.
             tickets = tickets.set(name, ticket._replace(issued_at=min(ticket.issued_at + later, time)))
         closed: PersistentOrderedMap[str, ClosedTicket] = PersistentOrderedMap()
         for name, client, receipt in tree["closed_tickets"]:
             closed = closed.set(name, ClosedTicket(client, Receipt(**receipt)), limits.receipt_cache_size)
         heads, lines = tree["history"]["heads"], tree["history"]["lines"]
-        # The rows keep their numbers. Older rows were discarded.
+        # The rows keep their numbers, which start above 0 if the server has discarded older rows.
         first = tree["updates"] - len(lines)
         history: PersistentOrderedMap[int, HistoryRow] = PersistentOrderedMap(first_index=first, next_index=first)
         for head, *values in lines:
@@ -280,7 +308,11 @@ class LoadedCheckpoint:
         return state.without_stale_versions(state.store.entries)
 
     def restore_averaging(self, averaging: Averaging | None) -> None:
-        """Restore the state of the average; raise `ArgumentError` if `averaging` has another class."""
+        """Restore the saved state of the average.
+
+        Raises:
+            ArgumentError: if `averaging` is not an instance of the saved class.
+        """
         saved = self._tree["averaging"]
         if saved is None:
             return
@@ -305,7 +337,7 @@ class LoadedCheckpoint:
         self, fresh: ServerState, tickets: Mapping[str, PendingTicket], on_free: Callable[[Tensor], object] | None
     ) -> Store:
         current = ("version", self._tree["version"])
-        # The memory of this object is reused after the last reference to the object.
+        # `fresh` already stores the current model in an object that releases its memory to the free list of the server.
         store = Store().retain(current, fresh.store.find(fresh.current_key))
         holders = Counter(ticket.base_key for ticket in tickets.values())
         for _ in range(holders[current]):
@@ -320,7 +352,12 @@ class LoadedCheckpoint:
 
 
 def check_storable(core: ServerCore, weights: Any) -> None:
-    """Check the values that later checkpoints store; raise `CheckpointError` or `ArgumentError` for an invalid one."""
+    """Check in advance that checkpoints can store the space, the rule, the clients in `weights` and the clock.
+
+    Raises:
+        CheckpointError: if a file cannot store the space, the rule or the clock.
+        ArgumentError: if the name of a client is neither a string nor an integer.
+    """
     fingerprint("space", core.space)
     fingerprint("rule", core.rule)
     for client in weights if isinstance(weights, Mapping) else ():
@@ -329,7 +366,11 @@ def check_storable(core: ServerCore, weights: Any) -> None:
 
 
 def check_storable_client(client: Any) -> None:
-    """Raise `ArgumentError` if the name of a client is neither a string nor an integer."""
+    """Check that a checkpoint can store the name of a client.
+
+    Raises:
+        ArgumentError: if the name is neither a string nor an integer.
+    """
     if type(client) is not str and type(client) is not int:
         raise ArgumentError(
             f"client: expected a string or an integer, as a checkpoint stores it, got {short_repr(client)}"
@@ -337,7 +378,7 @@ def check_storable_client(client: Any) -> None:
 
 
 def _machine_info(model: Tensor) -> dict[str, str]:
-    """Return the properties of the machine that influence the bits of results."""
+    """Return the properties of the machine on which the rounding of results depends."""
     device = model.device
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if device.type == "cuda":
@@ -347,7 +388,10 @@ def _machine_info(model: Tensor) -> dict[str, str]:
 
 
 def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[StoreKey]]:
-    """Return the stored trees, the oldest first, and the keys of the trees whose files were altered."""
+    """Return the stored trees with their keys, the oldest first, and the keys of bases whose spill files were altered.
+
+    The current model is omitted.
+    """
     store = state.store
     kept = []
     lost = set()
@@ -359,14 +403,14 @@ def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[
         except SpillError as error:
             if error.temporary or key[0] == "client":
                 raise
-            # The tickets with this base can accept no update.
+            # The server rejects all updates for the tickets with this base, so the checkpoint omits the tickets.
             LOG.warning("checkpoint: omits the tickets whose base is %s %s: %s", *key, error)
             lost.add(key)
     return kept, lost
 
 
 def _encode_rows(rows: list[HistoryRow]) -> dict[str, Any]:
-    """Encode history rows as lists of values, with each list of column names only once."""
+    """Encode the rows of the history as lists of values. Each list of column names is stored only once."""
     heads: dict[tuple[str, ...], int] = {}
     lines = [[heads.setdefault(tuple(row), len(heads)), *row.values()] for row in rows]
     return {"heads": [*heads], "lines": lines}

@@ -1,4 +1,4 @@
-"""Automatic checkpoints: the policy, and the background thread that writes them."""
+"""Automatic checkpoints: their policy, and the background thread that writes them."""
 
 import logging
 import threading
@@ -21,19 +21,19 @@ LOG = logging.getLogger("manifoldagg")
 
 @dataclass(frozen=True)
 class CheckpointPolicy(KeywordHints):
-    """Policy for automatic checkpoints, with an interval in updates, in seconds, or both.
+    """Policy for automatic checkpoints, with an interval in updates, an interval in seconds, or both.
 
-    With both intervals, the one that ends first starts a checkpoint.
+    If you pass both intervals, the interval that ends first starts a checkpoint.
 
     Args:
-        path: the path of the file, in an existing folder. Older files are `path.1`, `path.2`, …
-        every_updates: the number of accepted updates between two checkpoints.
-        every_seconds: the number of seconds between two checkpoints. The first accepted update after this time starts a
-            checkpoint.
-        keep: the number of files to keep.
+        path: the path of the file in an existing folder. Older files are named `path.1`, `path.2` and so on.
+        every_updates: the number of accepted updates between two checkpoints. `None` disables this interval.
+        every_seconds: the time between two checkpoints in seconds. The first accepted update after this time starts a
+            checkpoint. `None` disables this interval.
+        keep: the number of files to keep, including the latest file.
 
     Raises:
-        ArgumentError: if a number is out of range, both intervals are missing, or the folder does not exist.
+        ArgumentError: if a number is out of range, if both intervals are `None`, or if the folder does not exist.
 
     Example:
         >>> CheckpointPolicy("server.checkpoint", every_updates=100, every_seconds=600.0).keep
@@ -59,7 +59,7 @@ class CheckpointPolicy(KeywordHints):
 
 @runtime_checkable  # The tests check annotations at run time.
 class Checkpointable(Protocol):
-    """Protocol of the immutable content of a checkpoint."""
+    """Protocol for the immutable content of a checkpoint."""
 
     @property
     def updates(self) -> int:
@@ -70,23 +70,28 @@ class Checkpointable(Protocol):
 
 
 class CheckpointWriter:
-    """Writer of checkpoints in a background thread, which ends when the queue is empty.
+    """Writer of checkpoints in a background thread.
 
-    An error is logged. `finish` raises the error, unless a later checkpoint was written.
+    The thread ends when no checkpoint is queued. The writer logs an error of a write. `finish` also raises this error,
+    unless a later checkpoint was written.
+
+    Args:
+        policy: the policy for automatic checkpoints.
+        publish: a function that receives the class and the fields of an event.
     """
 
     def __init__(self, policy: CheckpointPolicy, publish: Callable[..., None]) -> None:
         self._policy = policy
         self._publish = publish
         self.reset(0)
-        # A newer checkpoint replaces a queued one.
+        # The length limit lets a newer checkpoint replace a queued checkpoint.
         self._queue: deque[Checkpointable] = deque(maxlen=1)
         self._is_idle = True
         self._write_lock = OwnedLock()
         self._error: Exception | None = None
 
     def reset(self, updates: int) -> None:
-        """Restart the interval of the policy at this number of accepted updates."""
+        """Restart the intervals of the policy at this number of accepted updates and at the current time."""
         self._last_updates = updates
         self._last_time = time.monotonic()
 
@@ -95,7 +100,13 @@ class CheckpointWriter:
         return tensor_file.check_path(path) == tensor_file.check_path(self._policy.path)
 
     def maybe_write(self, updates: int, make_snapshot: Callable[[], Checkpointable]) -> None:
-        """Start a checkpoint if an interval of the policy has ended. `updates` is the number of accepted updates."""
+        """Start a checkpoint in the background if an interval of the policy has ended.
+
+        Args:
+            updates: the number of accepted updates.
+            make_snapshot: a function that returns the content of the checkpoint. It is called only if the checkpoint is
+                due.
+        """
         every, new_updates = self._policy, updates - self._last_updates
         is_due = every.every_updates is not None and new_updates >= every.every_updates
         if not is_due and every.every_seconds is not None and new_updates > 0:
@@ -104,31 +115,32 @@ class CheckpointWriter:
             return
         self._queue.append(make_snapshot())
         self.reset(updates)
-        # A thread that is not idle checks the queue again after it sets `_is_idle`.
+        # A thread that is not idle writes this checkpoint, because it checks the queue again after setting `_is_idle`.
         if self._is_idle:
             try:
                 threading.Thread(target=self._drain, name="manifoldagg-checkpoint").start()
-            except RuntimeError as error:  # No thread can start. `finish` or the next checkpoint writes the queue.
+            except RuntimeError as error:  # If no thread can start, `finish` or a later checkpoint writes the queue.
                 LOG.error("checkpoint: %s", error)
 
     def write(self, snapshot: Checkpointable) -> None:
-        """Write a checkpoint now, after a running write. The errors are as in `finish`."""
+        """Write a checkpoint in this thread, after a running write has ended. The errors are as in `finish`."""
         self.enqueue(snapshot)
         self.finish()
 
     def enqueue(self, snapshot: Checkpointable) -> None:
-        """Enqueue a checkpoint in place of an earlier queued one, for `finish` or the writing thread."""
+        """Enqueue a checkpoint, which `finish` or the background thread writes. It replaces a queued checkpoint."""
         self._queue.append(snapshot)
         self.reset(snapshot.updates)
 
     def held_by_me(self) -> bool:
-        """Return whether this thread is writing."""
+        """Return whether the current thread is writing a checkpoint."""
         return self._write_lock.held_by_me()
 
     def finish(self) -> None:
         """Wait until all started checkpoints are written, and raise the error of the last checkpoint."""
         if self.held_by_me():
-            return  # A signal handler or a finaliser interrupted the write, which continues after the handler.
+            # A signal handler or a finaliser has interrupted the write of this thread. Waiting would cause a deadlock.
+            return
         self._drain()
         error = self._error
         self._error = None
@@ -136,7 +148,7 @@ class CheckpointWriter:
             raise error
 
     def _drain(self) -> None:
-        """Write the queued checkpoint, as the only writing thread."""
+        """Write queued checkpoints until the queue is empty. Only one thread writes at a time."""
         with self._write_lock.lock:
             while True:
                 try:

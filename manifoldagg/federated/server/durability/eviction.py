@@ -1,4 +1,4 @@
-"""Eviction of client states and older versions to files, the oldest first, if they exceed a memory limit."""
+"""Eviction: if client states and older versions exceed a memory limit, the oldest ones are moved to files."""
 
 import ctypes
 import logging
@@ -13,14 +13,20 @@ __all__ = ["Evictor"]
 
 LOG = logging.getLogger("manifoldagg")
 MIN_TRIM_BYTES = 2**20
-"""The bytes evicted between two calls of `malloc_trim`, unless a quarter of the limit is larger."""
-# Freed aligned blocks leave holes that are too small for the next block of the same size. Without `malloc_trim`, a
-# process grows by the size of the trees that it evicts.
+"""The number of evicted bytes after which `malloc_trim` is called. If a quarter of the limit is larger, it applies."""
+# Freed aligned blocks leave holes that are too small for the next aligned block of the same size. Without
+# `malloc_trim`, the memory of a process would grow by the size of the evicted trees.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 class Evictor:
-    """Evictor that keeps the stored trees of a server within `limit` bytes of memory. `None` disables the limit."""
+    """Evictor that keeps the stored trees of a server within a memory limit.
+
+    Args:
+        state: the state of the server.
+        limit: the limit in bytes. `None` disables the limit.
+        spill: the writer of the files.
+    """
 
     def __init__(self, state: AtomicReference[ServerState], limit: int | None, spill: Spill) -> None:
         self.limit = limit
@@ -29,7 +35,7 @@ class Evictor:
         self._untrimmed_bytes = 0
 
     def evict(self) -> None:
-        """Evict trees until the memory is within the limit, and release their memory."""
+        """Evict the oldest trees until the memory usage is within the limit, and release their memory."""
         while self.limit is not None and (size := self._evict_one(self.limit)):
             self._untrimmed_bytes += size
             if self._untrimmed_bytes > max(self.limit // 4, MIN_TRIM_BYTES):
@@ -38,7 +44,11 @@ class Evictor:
                     _malloc_trim(0)
 
     def _evict_one(self, limit: int) -> int:
-        """Evict the oldest tree and return its size. Return 0 if the limit is satisfied or no tree can be evicted."""
+        """Evict the oldest tree if the memory usage exceeds the limit.
+
+        Returns:
+            The size of the tree in bytes. 0 if the memory usage is within the limit, or if no tree can be evicted.
+        """
         state = self._state.value
         over = state.store.next_victim(limit, exclude=state.current_key)
         if over is None:

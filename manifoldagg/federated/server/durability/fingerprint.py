@@ -1,4 +1,7 @@
-"""Fingerprints of rules and spaces, which a checkpoint stores and a resumed server compares."""
+"""Fingerprints of rules and spaces.
+
+A checkpoint stores the fingerprints. `Server.resume` compares them with the fingerprints of its arguments.
+"""
 
 import functools
 import hashlib
@@ -22,19 +25,24 @@ from manifoldagg.tensor_file import tensor_bytes
 __all__ = ["fingerprint", "first_difference", "import_path", "qualified_name", "rule_difference"]
 
 BUILTIN_OWNERS = (types.ModuleType, types.NoneType)
-"""The types of `__self__` of functions that Python calls built-in methods."""
+"""The types of `__self__` for built-in functions. Python also reports built-in functions as built-in methods."""
 MAX_VALUE_CHARS = 60
-"""The maximum number of characters of a value in a message."""
+"""The largest number of characters of a value in an error message."""
 
 
 def fingerprint(name: str, value: Any) -> Tree:
-    """Return the fingerprint of a value, as a tree of plain values.
+    """Return the fingerprint of a value as a tree of plain values. Equal values have equal fingerprints.
 
-    The fingerprint contains the names of functions and classes, the fields of objects, and digests of tensors. It does
-    not contain the code of functions and classes. `name` is the name of the value in messages.
+    The fingerprint contains the names of functions and classes, the fields of objects, and the digests of tensors. It
+    does not contain the code of functions and classes.
+
+    Args:
+        name: the name of the value in error messages.
+        value: the value, such as a rule or a space.
 
     Raises:
-        CheckpointError: if the value contains a lambda or a nested function, because their names are not unique.
+        CheckpointError: if the value contains a lambda or a nested function, which cannot be imported by name, or if
+            the value contains itself.
 
     Example:
         >>> from manifoldagg.federated.schedules import Cosine
@@ -48,12 +56,16 @@ def fingerprint(name: str, value: Any) -> Tree:
 
 
 def qualified_name(name: str, function: Any) -> str | None:
-    """Return the qualified name of a callable or `None`. The name of a method does not depend on the object.
+    """Return the qualified name of a callable.
 
-    `name` is the name of the callable in messages.
+    The name of a method does not depend on its object. The name of another callable object is the name of its class.
+
+    Args:
+        name: the name of the callable in error messages.
+        function: the callable. If it is `None`, the result is `None`.
 
     Raises:
-        CheckpointError: if the callable is a lambda or a nested function.
+        CheckpointError: if the callable is a lambda or a nested function, which cannot be imported by name.
 
     Example:
         >>> import time
@@ -72,7 +84,12 @@ def qualified_name(name: str, function: Any) -> str | None:
 
 
 def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
-    """Return the first difference of two fingerprints; `None` if they are equal.
+    """Describe the first difference between two fingerprints. If they are equal, return `None`.
+
+    Args:
+        name: the name of the value at the start of the description.
+        saved: the fingerprint in the checkpoint.
+        current: the fingerprint of the current value.
 
     Example:
         >>> from manifoldagg.federated.staleness import Polynomial
@@ -87,7 +104,7 @@ def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
         found = (first_difference(f"{name}[{i}]", old, new) for i, (old, new) in pairs)
         longer = None if len(saved) == len(current) else f"{name}: was {len(saved)} entries, got {len(current)}"
         return next(filter(None, found), longer)
-    # NaN does not equal itself, but its representation does.
+    # NaN does not equal itself, but its string representation does.
     return (
         None
         if saved == current or repr(saved) == repr(current)
@@ -96,10 +113,13 @@ def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
 
 
 def rule_difference(saved: Tree, current: Tree, *, replace: bool) -> str | None:
-    """Return the reason why a rule cannot use the state of a saved rule; `None` if there is no reason.
+    """Explain why a rule cannot continue from the state of a saved rule. If it can, return `None`.
 
-    `replace` accepts another rule. The clip and the noise of `Private` cannot be replaced, because the privacy loss so
-    far depends on them.
+    Args:
+        saved: the fingerprint of the saved rule.
+        current: the fingerprint of the current rule.
+        replace: whether another rule is acceptable. The clip and the noise of `Private` cannot be replaced, because the
+            privacy loss so far depends on them.
     """
     privacy, given = _privacy_options(saved), _privacy_options(current)
     if privacy is not None and given is not None and privacy != given and replace:
@@ -112,7 +132,7 @@ def rule_difference(saved: Tree, current: Tree, *, replace: bool) -> str | None:
 
 
 def _privacy_options(rule: Tree) -> tuple[Tree, Tree] | None:
-    """Return the clip and the noise in the fingerprint of a private rule; `None` for other rules."""
+    """Return the clip and the noise in the fingerprint of a private rule. For other rules, return `None`."""
     fields = rule.get("fields", {}) if isinstance(rule, dict) else {}
     if "clip" in fields and "noise" in fields:
         return fields["clip"], fields["noise"]
@@ -120,7 +140,10 @@ def _privacy_options(rule: Tree) -> tuple[Tree, Tree] | None:
 
 
 def _entry_difference(name: str, key: str, saved: Tree, current: Tree) -> str | None:
-    """Return the first difference of two entries with the same key. The message contains the names of fields."""
+    """Describe the first difference between two entries with the same key.
+
+    For the fields of an object, the description contains the name of the field.
+    """
     if key == "fields" and saved.keys() == current.keys():
         found = (first_difference(f"{name}: {field}", saved[field], current[field]) for field in saved)
         return next(filter(None, found), None)
@@ -152,7 +175,7 @@ def _fingerprint(name: str, value: Any) -> Tree:
     if isinstance(value, nn.Module):
         return kind | _fingerprint_fields(name, value.state_dict())
     if is_dataclass(value):
-        # Fields that equality ignores are not part of the fingerprint.
+        # Fields that the equality of the dataclass ignores are not part of the fingerprint.
         return kind | _fingerprint_fields(
             name, {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
         )
@@ -180,7 +203,11 @@ def import_path(value: Any) -> str:
 
 
 def _importable_path(name: str, function: Any) -> str:
-    """Return the import path of a function; raise `CheckpointError` if importing it does not return the function."""
+    """Return the import path of a function.
+
+    Raises:
+        CheckpointError: if importing this path does not return the function.
+    """
     module = getattr(function, "__module__", None) or ""
     try:
         found = operator.attrgetter(function.__qualname__)(sys.modules[module])

@@ -1,7 +1,7 @@
-"""The journal: an append-only log of the changes of a server, in segments.
+"""The journal of a server: an append-only log of all changes, which is divided into segments.
 
-The segment `path.N.journal` starts with the record with log sequence number (LSN) N. The module
-[log_format][manifoldagg.federated.server.durability.log_format] describes its bytes.
+Each record has a log sequence number (LSN). The segment `path.N.journal` starts with the record whose LSN is N. The
+module [log_format][manifoldagg.federated.server.durability.log_format] describes the format of the files.
 """
 
 import logging
@@ -37,16 +37,18 @@ class Journal(KeywordHints):
     """Path and sync policy of a server's journal.
 
     Args:
-        path: the path of the segments without `.N.journal`, in an existing folder.
-        fsync: when records are synced to the disk.
+        path: the path of the journal in an existing folder. The files of the journal have this path and the suffix
+            `.N.journal`, where N is the number of their first record.
+        fsync: the time at which the server syncs records to the disk with `fsync`.
 
-            - `"always"`: before a call returns that has changed the server. Concurrent calls share a sync.
-            - `"batch"`: after `fsync_every` records. The records survive the end of the process. If the machine stops,
-              up to `fsync_every` of the latest records may be lost.
-        fsync_every: the number of records per sync, with `"batch"`.
+            - `"always"`: a method that changes the server syncs its record before it returns. Concurrent calls share a
+              sync.
+            - `"batch"`: the server syncs after every `fsync_every` records. If the process crashes, no record is lost.
+              If the machine crashes, up to `fsync_every` of the latest records may be lost.
+        fsync_every: the number of records per sync, for `"batch"`.
 
     Raises:
-        ArgumentError: if an argument is invalid. The message names it.
+        ArgumentError: if an argument is invalid. The message starts with the name of the argument.
 
     Example:
         >>> Journal("server", fsync="batch", fsync_every=1000).fsync
@@ -64,11 +66,11 @@ class Journal(KeywordHints):
         check_count("fsync_every", self.fsync_every)
 
     def segment_path(self, first_lsn: int) -> Path:
-        """Return the path of the segment with this first LSN."""
+        """Return the path of the segment whose first record has this LSN."""
         return Path(f"{self.path}.{first_lsn}.journal")
 
     def segments(self) -> list[int]:
-        """Return the first LSNs of the existing segments, in order.
+        """Return the first LSN of each existing segment, in ascending order.
 
         Raises:
             CheckpointError: if the folder cannot be read.
@@ -81,7 +83,13 @@ class Journal(KeywordHints):
 
 
 class JournalLock(FileLock):
-    """Exclusive lock of the file `path.lock` until `close`. A `with` block releases the lock only if the block raises.
+    """Exclusive lock of a journal, which uses the file `path.lock`.
+
+    The lock is held until `close`. A `with` statement releases the lock only if its block raises an exception, because
+    the journal writer uses the lock after the block.
+
+    Args:
+        journal: the journal to lock.
 
     Raises:
         CheckpointError: if another server has locked the journal, or the file cannot be opened.
@@ -105,7 +113,16 @@ class JournalLock(FileLock):
 
 
 class _Position(NamedTuple):
-    """Position of a writer: the records from `next_lsn` on are not written, and from `durable_lsn` on not synced."""
+    """Position of a writer in a segment.
+
+    Attributes:
+        descriptor: the file descriptor of the segment.
+        magic: the magic number at the start of each record of the segment.
+        first_lsn: the LSN of the first record of the segment.
+        end_offset: the offset at which the next record is written.
+        next_lsn: the LSN of the first record that is not yet written.
+        durable_lsn: the LSN of the first record that is not yet synced to the disk.
+    """
 
     descriptor: int
     magic: bytes
@@ -116,13 +133,21 @@ class _Position(NamedTuple):
 
 
 class JournalWriter:
-    """Writer that appends the records of a server, in the order of the changes.
+    """Writer that appends the records of a server to the journal, in the order of the changes.
 
-    A change and its record are published atomically. The record is pending until it is written. If a write fails or is
-    interrupted, the next call writes the records again at the same offset. One thread writes for all threads.
+    The server publishes a change and its record atomically. The record is pending until the writer has written it. One
+    thread writes the pending records of all threads. If a write fails or is interrupted, the next call writes the
+    records again at the same offset.
 
-    `ancestors` contains the journals and checkpoints that this journal continues. For each name, it contains the LSN of
-    the first record that the ancestor does not contain. `close` releases `lock`.
+    Args:
+        journal: the path and the sync policy of the journal.
+        state: the state of the server, which contains the pending records.
+        ancestors: a mapping from the names of the journals and checkpoints that this journal continues. The value is
+            the LSN of the first record that the ancestor does not contain.
+        lock: the lock of the journal, which `close` releases.
+
+    Attributes:
+        free_list: a reusable buffer for the bytes of a payload.
     """
 
     def __init__(
@@ -140,7 +165,7 @@ class JournalWriter:
         self._close_segment: Callable[[], object] = int
 
     def start(self, first_lsn: int, snapshot: Tree) -> None:
-        """Start the journal with a snapshot of the server, and delete older segments of the same path."""
+        """Start the journal with a snapshot of the server, and delete older segments with the same path."""
         self.open_segment(first_lsn, snapshot)
         self._delete_segments(first_lsn)
         records: PersistentOrderedMap[int, LogRecord] = PersistentOrderedMap(None, None, first_lsn, first_lsn)
@@ -148,7 +173,10 @@ class JournalWriter:
         self._state.update(lambda now: (now._replace(pending_log=log), None))
 
     def open_segment(self, first_lsn: int, snapshot: Tree = None) -> None:
-        """Continue in a new segment. The snapshot is `None` if a checkpoint contains the state before `first_lsn`."""
+        """Create a new segment for the records from `first_lsn` on, and continue in it.
+
+        `snapshot` is the state of the server before these records. It is `None` if a checkpoint contains this state.
+        """
         magic, path = os.urandom(8), self.journal.segment_path(first_lsn)
         header = {"version": VERSION, "name": self._name, "ancestors": self._ancestors}
         tensor_file.save(path, KIND, {**header, "magic": magic, "first_lsn": first_lsn, "snapshot": snapshot})
@@ -161,18 +189,22 @@ class JournalWriter:
         close_previous()
 
     def held_by_me(self) -> bool:
-        """Return whether this thread is writing."""
+        """Return whether the current thread is writing to the journal."""
         return self._write_lock.held_by_me()
 
     def retry_if_failed(self) -> None:
-        """Repeat the last write if it failed; raise `CheckpointError` if it fails again."""
+        """Repeat the last write if it has failed. If it fails again, raise `CheckpointError`."""
         if self._has_failed:
             self.write()
 
     def write(self) -> None:
-        """Write the pending records. A re-entrant call returns immediately; the outer call writes its records.
+        """Write the pending records.
 
-        After a `CheckpointError`, the records stay pending, and the next call writes them.
+        A re-entrant call, for example from a signal handler, returns immediately. The outer call then writes its
+        records.
+
+        Raises:
+            CheckpointError: if the records cannot be written. They stay pending, and the next call writes them.
         """
         log = self._state.value.pending_log
         if log is not None and (log.records or self._has_failed) and not self.held_by_me():
@@ -180,7 +212,11 @@ class JournalWriter:
                 self._guarded(self._write)
 
     def rotate(self, lsn: int) -> None:
-        """Continue in a new segment and delete older ones, because a checkpoint contains all records before `lsn`."""
+        """Continue in a new segment, and delete the older segments that a checkpoint replaces.
+
+        The checkpoint contains all changes before `lsn`. An error is logged and not raised, because the checkpoint is
+        already written and the older segments remain valid.
+        """
         with self._write_lock.lock:
             at = self._position
             try:
@@ -189,11 +225,15 @@ class JournalWriter:
                         self._guarded(self._sync)
                     self._rotate(at)
                 self._delete_segments(lsn)
-            except CheckpointError as error:  # The checkpoint exists, and the records are still pending.
+            except CheckpointError as error:  # No record is lost, because unwritten records stay pending.
                 LOG.error("%s", error)
 
     def close(self) -> None:
-        """Write and sync the pending records, and release the lock, even if this raises `CheckpointError`."""
+        """Write and sync the pending records, and release the lock of the journal.
+
+        Raises:
+            CheckpointError: if the records cannot be written. The lock is released nevertheless.
+        """
         with self._write_lock.lock:
             try:
                 if self._position is not None:
@@ -205,14 +245,14 @@ class JournalWriter:
                 self._journal_lock.close()
 
     def _delete_segments(self, lsn: int) -> None:
-        """Delete the segments that contain only records before `lsn`."""
+        """Delete the segments whose records are all before `lsn`."""
         for first, after in pairwise(self.journal.segments()):
             if after <= lsn:
                 with suppress(OSError):
                     os.unlink(self.journal.segment_path(first))
 
     def _rotate(self, position: _Position) -> None:
-        """Continue in a new segment. After an error, remove its file and continue in the current segment."""
+        """Continue in a new segment. After an error, delete its file and continue in the current segment."""
         try:
             self.open_segment(position.next_lsn)
         except BaseException:
@@ -226,7 +266,7 @@ class JournalWriter:
             raise
 
     def _guarded(self, function: Callable[[], None]) -> None:
-        """Call a function that writes, and record whether it failed."""
+        """Call a function that writes to the disk, and record whether it has failed."""
         try:
             with os_errors(f"journal: {self.journal.path}: could not be written"):
                 function()
@@ -265,7 +305,7 @@ class JournalWriter:
             return
         try:
             os.fsync(at.descriptor)
-        except OSError:  # The system may have dropped the data, and the next sync would succeed without it.
+        except OSError:  # The system may have discarded the data, so that the next sync would succeed without it.
             self._needs_checkpoint = True
             raise
         self._position = at._replace(durable_lsn=at.next_lsn)

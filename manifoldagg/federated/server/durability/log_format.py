@@ -1,13 +1,14 @@
-"""Format of the journal files: how a record is encoded, and how records are found in a file.
+"""Format of the journal files: the encoding of records, and the search for records in a file.
 
-A journal consists of segments. A segment starts with a tensor file, which contains the name of the journal and a random
-magic number. It also contains a snapshot of the server, unless a checkpoint contains that state. Records follow:
+A journal consists of segments, each of which is a file. A segment starts with a tensor file, which contains the name of
+the journal and a random magic number. The tensor file also contains a snapshot of the server, unless a checkpoint
+contains the same state. The rest of the segment is a sequence of records. A record has three parts:
 
 - The header contains the magic number, the log sequence number (LSN), the durability mark, the lengths of the other two
-  parts, and the checksum of the header and the content. The durability mark is the first LSN that may not have been on
-  the disk when the record was written.
-- The content is JSON: the kind of the change and its inputs.
-- The payload of an accepted update is a tensor file, which has its own checksum.
+  parts, and the checksum of the header and the content. The durability mark is an LSN. When the record was written, all
+  records before this LSN were already synced to the disk.
+- The content contains the kind of the change and its inputs as JSON.
+- The payload is a tensor file with its own checksum. Only the records of accepted updates have a payload.
 """
 
 import json
@@ -37,7 +38,7 @@ PAYLOAD_FIELDS = ("points", "samples", "tensors", "numbers", "buffers", "base")
 
 
 class StoredRecord(NamedTuple):
-    """A record in a segment, and the position of its payload."""
+    """Record that was read from a segment, with the position of its payload."""
 
     lsn: int
     kind: str
@@ -48,7 +49,7 @@ class StoredRecord(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A segment: its path, its header, and the offset of its first record."""
+    """Segment of a journal: its path, the content of its first tensor file, and the offset of its first record."""
 
     path: Path
     header: dict[str, Any]
@@ -61,7 +62,12 @@ class Segment(NamedTuple):
 
     @classmethod
     def read(cls, path: Path, first_lsn: int) -> "Segment":
-        """Read the header of a segment; raise `CheckpointError` if it is corrupted or the file was renamed."""
+        """Read the header of a segment.
+
+        Raises:
+            CheckpointError: if the header is corrupted or has another version, or if the file was renamed, so that its
+                first record is not `first_lsn`.
+        """
         try:
             with os_errors("cannot be read"), open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -77,14 +83,20 @@ class Segment(NamedTuple):
 
 
 def pack_payload(payload: Payload, free_list: deque[bytearray]) -> memoryview:
-    """Copy a payload to the bytes of a tensor file; raise `CheckpointError` if a file cannot store a value.
+    """Copy a payload to the bytes of a tensor file.
 
-    The copy uses a buffer of `free_list`, which receives the buffer again after the last reference to the copy.
+    Args:
+        payload: the payload.
+        free_list: the reusable buffers. The function uses one of them if there is one. After the last reference to the
+            result is deleted, the buffer returns to this list.
+
+    Raises:
+        CheckpointError: if a file cannot store a value of the payload.
     """
     tree = {name: getattr(payload, name) for name in PAYLOAD_FIELDS}
     try:
         buffer = free_list.pop()
-    except IndexError:  # Another thread may have removed the last buffer.
+    except IndexError:  # A check before `pop` is not sufficient, because another thread may remove the last buffer.
         buffer = None
     packed = tensor_file.dumps("payload", tree, buffer)
     used: Any = packed.obj
@@ -93,14 +105,29 @@ def pack_payload(payload: Payload, free_list: deque[bytearray]) -> memoryview:
 
 
 def read_payload(record: StoredRecord) -> Payload:
-    """Read the payload of an update; raise `CheckpointError` if it is corrupted, or `OSError` if it is unreadable."""
+    """Read the payload of an update.
+
+    Raises:
+        CheckpointError: if the payload is corrupted.
+        OSError: if the file cannot be read.
+    """
     with open(record.path, "rb") as file:
         file.seek(record.payload_offset)
         return Payload(**tensor_file.load_from(file, "payload", record.payload_length))
 
 
 def encode_record(magic: bytes, lsn: int, durable_lsn: int, record: LogRecord) -> Iterator[memoryview]:
-    """Yield the parts of a record; raise `CheckpointError` if a file cannot store a value."""
+    """Yield the bytes of a record in several parts.
+
+    Args:
+        magic: the magic number of the segment.
+        lsn: the log sequence number of the record.
+        durable_lsn: the durability mark. All records before this LSN are synced to the disk.
+        record: the record.
+
+    Raises:
+        CheckpointError: if a file cannot store a value of the record.
+    """
     text = encode((record.kind, record.content), _reject_tensor, CheckpointError).encode()
     header = RECORD_HEADER.pack(magic, lsn, durable_lsn, len(text), len(record.payload), 0)[:-4]
     yield memoryview(header + zlib.crc32(text, zlib.crc32(header)).to_bytes(4, "little") + text)
@@ -109,7 +136,7 @@ def encode_record(magic: bytes, lsn: int, durable_lsn: int, record: LogRecord) -
 
 @contextmanager
 def os_errors(message: str) -> Iterator[None]:
-    """Raise a system error of the block as a `CheckpointError` with this message."""
+    """Convert a system error in the block of a `with` statement to a `CheckpointError` with this message."""
     try:
         yield
     except OSError as error:
@@ -117,9 +144,14 @@ def os_errors(message: str) -> Iterator[None]:
 
 
 def scan(segment: Segment) -> tuple[list[StoredRecord], int, int]:
-    """Return the valid records of a segment, the largest durability mark, and the number of bytes after the records.
+    """Find the valid records of a segment.
 
-    Raises `CheckpointError` if another program wrote a record, or the file cannot be read.
+    Returns:
+        The valid records from the start of the segment up to the first invalid record, the largest durability mark in
+        the whole segment, and the number of bytes after the valid records.
+
+    Raises:
+        CheckpointError: if another program has written a record, or if the file cannot be read.
     """
     path, header, offset = segment
     records: list[StoredRecord] = []
@@ -134,7 +166,7 @@ def scan(segment: Segment) -> tuple[list[StoredRecord], int, int]:
             durable_lsn = max(durable_lsn, mark)
             offset = record.payload_offset + record.payload_length
         num_trailing = len(data) - offset
-        # The durability mark of a later record may prove that an invalid record was on the disk.
+        # The durability mark of a later record may prove that the invalid record was synced to the disk.
         while (offset := data.find(header["magic"], offset)) >= 0:
             found = _read_record(data, offset, header["magic"], path)
             durable_lsn = max(durable_lsn, found[1] if found else 0)
@@ -143,7 +175,7 @@ def scan(segment: Segment) -> tuple[list[StoredRecord], int, int]:
 
 
 def _read_record(data: mmap.mmap, offset: int, magic: bytes, path: Path) -> tuple[StoredRecord, int] | None:
-    """Return the record at an offset and its durability mark; `None` if there is no complete, valid record."""
+    """Return the record at an offset and its durability mark, or `None` if there is no complete, valid record."""
     start = offset + RECORD_HEADER.size
     if start > len(data):
         return None
@@ -156,7 +188,7 @@ def _read_record(data: mmap.mmap, offset: int, magic: bytes, path: Path) -> tupl
         return None
     try:
         kind, content = decode(json.loads(text), _reject_tensor)
-    except Exception as error:  # The checksum is valid, so another program wrote the record.
+    except Exception as error:  # The checksum is valid, so another program has written the record.
         raise CheckpointError(f"{path}: record {lsn} was not written by this package: {error!r}") from None
     return StoredRecord(lsn, kind, content, path, end, payload_length), durable_lsn
 

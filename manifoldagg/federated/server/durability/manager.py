@@ -1,4 +1,4 @@
-"""The durability of a server: when it writes checkpoints, and its journal."""
+"""Durability of a server: the options for checkpoints and the journal, and the object that writes both."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -21,19 +21,21 @@ __all__ = ["Durability", "DurabilityManager"]
 
 @dataclass(frozen=True)
 class Durability(KeywordHints):
-    """Files from which a server can be resumed.
+    """Files that a server writes while it runs, so that it can be resumed after a crash.
 
-    A server with files accepts only strings and integers as the names of clients.
+    A server with such files accepts only strings and integers as names of clients.
 
     Args:
-        checkpoint: the path and the frequency of automatic checkpoints, which a background thread writes. Without a
-            journal, a crash loses the updates after the last checkpoint.
+        checkpoint: the path and the intervals of automatic checkpoints, which a background thread writes. A crash loses
+            the updates after the last checkpoint, unless the server also has a journal. `None` disables automatic
+            checkpoints.
         journal: the path of a journal, or a [`Journal`][manifoldagg.federated.Journal] with a path and a sync policy.
-            The server appends each change before it returns the receipt, and `Server.resume` replays the changes. The
-            server locks the journal until `Server.close`.
+            The server appends each change to the journal before it returns the receipt. `Server.resume` replays the
+            changes after the last checkpoint. The server locks the journal until `Server.close`. `None` disables the
+            journal.
 
     Raises:
-        ArgumentError: if an argument has another type, or the folder of a path does not exist.
+        ArgumentError: if an argument has an unsupported type, or if the folder of a path does not exist.
 
     Example:
         >>> policy = CheckpointPolicy("server.checkpoint", every_updates=1000)
@@ -54,11 +56,16 @@ class Durability(KeywordHints):
 
 
 class DurabilityManager:
-    """Writer of the checkpoints and the journal of a server.
+    """Manager of the checkpoints and the journal of a server.
+
+    Args:
+        core: the parts of the server.
+        options: the limits, the memory policy and the buffer policies as plain values, which checkpoints store.
+        publish: a function that receives the class and the fields of an event.
 
     Attributes:
-        journal: the writer of the journal; `None` without a journal.
-        checkpoints: the writer of automatic checkpoints; `None` without automatic checkpoints.
+        journal: the writer of the journal. `None` if there is no journal.
+        checkpoints: the writer of automatic checkpoints. `None` if there are no automatic checkpoints.
     """
 
     def __init__(self, core: ServerCore, options: Mapping[str, Any], publish: Callable[..., None]) -> None:
@@ -70,13 +77,16 @@ class DurabilityManager:
         self.journal: JournalWriter | None = None
 
     def start(self, durability: Durability, weights: Any, *, is_resumed: bool = False) -> None:
-        """Create the writers of the files, before other threads can access the server.
+        """Create the writers of the files. Call this method before other threads can access the server.
 
-        `weights` is the argument of the server. If `is_resumed`, the caller starts the journal.
+        Args:
+            durability: the options for the files.
+            weights: the argument `weights` of the server.
+            is_resumed: whether the server was resumed. The caller then starts the journal with `start_journal`.
 
         Raises:
-            CheckpointError: if a file cannot store a value, or the journal cannot be written.
-            ArgumentError: if a client is neither a string nor an integer, or the journal exists.
+            CheckpointError: if a file cannot store a value, or if the journal cannot be written.
+            ArgumentError: if the name of a client is neither a string nor an integer, or if the journal already exists.
         """
         if durability == Durability():
             return
@@ -93,34 +103,56 @@ class DurabilityManager:
     def start_journal(
         self, journal: Journal, first_lsn: int, ancestors: Mapping[str, int], journal_lock: JournalLock
     ) -> None:
-        """Start a new journal with the complete state. The arguments are as in `JournalWriter`."""
+        """Start a new journal, whose first segment contains the complete state of the server.
+
+        Args:
+            journal: the path and the sync policy of the journal.
+            first_lsn: the log sequence number of the first record.
+            ancestors: the journals and checkpoints that the new journal continues, as in `JournalWriter`.
+            journal_lock: the lock of the journal.
+        """
         writer = JournalWriter(journal, self._core.state, ancestors, journal_lock)
         writer.start(first_lsn, self.make_snapshot().tree())
         self.journal = writer
 
     def check_client(self, client: Any) -> None:
-        """Raise `ArgumentError` if there are files and they cannot store the name of a client."""
+        """Check that the files can store the name of a client.
+
+        Raises:
+            ArgumentError: if there are files, and the name is neither a string nor an integer.
+        """
         if self.checkpoints is not None or self.journal is not None:
             check_storable_client(client)
 
     def check_idle(self) -> None:
-        """Raise `ArgumentError` within a journal write, because the owner of the update lock may wait for the write."""
+        """Check that the current thread is not writing to the journal.
+
+        A signal handler or a finaliser may interrupt a write. It must not wait for the update lock, because the owner
+        of the lock may wait for this write.
+
+        Raises:
+            ArgumentError: if the current thread is writing to the journal.
+        """
         if self.journal is not None and self.journal.held_by_me():
             raise ArgumentError(
                 "server: expected a call outside of a journal write; call this after the write has returned"
             )
 
     def make_snapshot(self) -> ServerSnapshot:
-        """Return the content of a checkpoint. The caller holds the update lock and has notified the average."""
+        """Return the content of a checkpoint.
+
+        The caller must own the update lock and must have passed all versions to the average.
+        """
         core, averaging = self._core, self._core.averaging
         stored = None if averaging is None else (import_path(type(averaging)), averaging.state())
         rotate = None if self.journal is None else self.journal.rotate
         return ServerSnapshot(core, core.state.value, self._options, core.clock(), stored, rotate)
 
     def maybe_write_checkpoint(self) -> None:
-        """Start a checkpoint in the background if it is due.
+        """Start a checkpoint in the background if one is due.
 
-        A checkpoint contains the state of the average, so it waits until the average has received every version.
+        If the average has not yet received every version, the checkpoint is postponed, because it contains the state of
+        the average.
         """
         state = self._core.state.value
         if self.checkpoints is not None and not state.pending_notifications and not state.is_closed:
@@ -131,18 +163,24 @@ class DurabilityManager:
         path: str | Path | None,
         take_snapshot: Callable[[Callable[[ServerSnapshot], None] | None], ServerSnapshot],
     ) -> None:
-        """Write a checkpoint to `path`, as `Server.save` does.
+        """Write a checkpoint as `Server.save` describes.
 
-        `take_snapshot` returns a snapshot between two updates. If it receives a function, the function receives the
-        snapshot before the next update.
+        Args:
+            path: the path of the file. `None` means the path of the automatic checkpoints.
+            take_snapshot: a function that waits for a running update and returns a snapshot. If its argument is a
+                function, it calls this function with the snapshot before the next update starts.
+
+        Raises:
+            ArgumentError: if `path` is `None` and there are no automatic checkpoints.
         """
         writer = self.checkpoints
         if path is None and writer is None:
             raise ArgumentError("path: expected a path, as the server has no `checkpoint`")
         uses_writer = writer is not None and (path is None or writer.targets(path))
-        # A handler or a finaliser within a save must not wait for that save.
+        # A signal handler or a finaliser that interrupts a save must not wait for this save.
         is_nested = self._save_lock.held_by_me() or (writer is not None and writer.held_by_me())
-        # Saves run one at a time, so that no older state replaces a newer one, up to which the journal was truncated.
+        # Saves run one at a time. Otherwise, an older state could replace a newer one for which the journal has already
+        # deleted its records.
         with nullcontext() if is_nested else self._save_lock.lock:
             if uses_writer and writer is not None:
                 take_snapshot(writer.enqueue)

@@ -1,4 +1,4 @@
-"""A persistent map in insertion order, and an atomic reference to an immutable value."""
+"""An immutable, ordered map, and an atomic reference to an immutable value."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -16,11 +16,13 @@ SPARSE_FACTOR = 8
 
 
 class PersistentOrderedMap(Mapping[K, V]):
-    """Immutable map in insertion order. Every change returns a new map, in logarithmic time.
+    """Immutable map that keeps its keys in insertion order.
+
+    Every change returns a new map. A change takes logarithmic time, because the maps share their unchanged parts.
 
     Attributes:
         entries: the position and the value of each key.
-        next_index: the position of the next new key.
+        next_index: the position that the next new key receives.
 
     Example:
         >>> waiting = PersistentOrderedMap().set("a", 1).set("b", 2).set("a", 3)
@@ -50,19 +52,19 @@ class PersistentOrderedMap(Mapping[K, V]):
 
     def __iter__(self) -> Iterator[K]:
         span = range(self._first, self.next_index)
-        # If most positions are empty, sorting the other positions is faster than a loop over all positions.
+        # If most positions are empty, sorting the occupied positions is faster than a loop over all positions.
         places = span if len(span) < SPARSE_FACTOR * len(self) else sorted(self._keys)
         return (self._keys[place] for place in places if place in self._keys)
 
     @property
     def first_key(self) -> K:
-        """The first key in insertion order. An empty map raises `KeyError`."""
+        """The first key in insertion order. If the map is empty, the property raises `KeyError`."""
         return self._keys[self._first]
 
     def set(self, key: K, value: V, limit: int | None = None) -> "PersistentOrderedMap[K, V]":
         """Return the map with a new or replaced value. An existing key keeps its position.
 
-        If the map then has more than `limit` keys, the first keys are removed.
+        If the new map has more than `limit` keys, its first keys are removed. `None` disables this limit.
         """
         entries, keys = self.entries.mutate(), self._keys.mutate()
         held = entries.get(key)
@@ -77,23 +79,23 @@ class PersistentOrderedMap(Mapping[K, V]):
         return PersistentOrderedMap(entries.finish(), keys.finish(), first, max(place + 1, self.next_index))
 
     def remove(self, *removed: K) -> "PersistentOrderedMap[K, V]":
-        """Return the map without some keys. A missing key raises `KeyError`."""
+        """Return the map without some keys. If a key is missing, raise `KeyError`."""
         entries, keys = self.entries.mutate(), self._keys.mutate()
         for key in removed:
             del keys[entries.pop(key)[0]]
         first = self._first
-        # This loop is fast on average, because it skips each position only once.
+        # The loop takes constant time on average, because it skips each position only once.
         while keys and first not in keys:
             first += 1
         return PersistentOrderedMap(entries.finish(), keys.finish(), first, self.next_index)
 
 
 class AtomicReference(Generic[T]):
-    """Atomic reference to an immutable value. It never blocks.
+    """Atomic reference to an immutable value, which threads can read and replace without a lock.
 
-    There is no lock, because a signal handler or a finaliser may run between any two instructions of a thread, and may
-    read and change the value too. A change takes effect in one instruction of the interpreter. If another change comes
-    first, the change is computed again.
+    A signal handler or a finaliser may run between any two instructions of a thread, and may also read and replace the
+    value. With a lock, it could wait for the interrupted thread forever. A change therefore takes effect in one
+    instruction of the interpreter. If another change was faster, the change is computed again from the new value.
 
     Example:
         >>> state = AtomicReference((0, "open"))
@@ -106,7 +108,7 @@ class AtomicReference(Generic[T]):
     __slots__ = ("_node",)
 
     def __init__(self, value: T) -> None:
-        # A node is a value and a dict, which contains the next node after the value was replaced.
+        # A node is a pair of a value and a dict. After the value was replaced, the dict contains the next node.
         self._node: tuple[T, dict[int, Any]] = (value, {})
 
     @property
@@ -118,10 +120,12 @@ class AtomicReference(Generic[T]):
         return node[0]
 
     def update(self, change: Callable[[T], tuple[T, R]]) -> R:
-        """Replace the value, and return the result of `change`.
+        """Replace the value, and return a result of the change.
 
-        `change` is a pure function from the value to the next value and a result. It may be called several times. Its
-        exceptions propagate and change nothing.
+        Args:
+            change: a function that receives the value, and returns the next value and a result. It must have no side
+                effects, because it may be called several times. If it raises an exception, the value is unchanged, and
+                the exception propagates.
         """
         node = self._node
         while True:
@@ -131,13 +135,14 @@ class AtomicReference(Generic[T]):
             try:
                 value, result = change(node[0])
             except BaseException:
-                # A stored exception refers to this frame. The node would then keep all later values in memory.
+                # A stored exception refers to this frame and to its node, which would keep all later values in memory.
                 del node
                 raise
             if value is node[0]:
                 return result
             mine: tuple[T, dict[int, Any]] = (value, {})
             if node[1].setdefault(NEXT, mine) is mine:
-                # Readers follow the successors, so an interrupt may prevent this assignment.
+                # An interrupt may prevent this assignment. The value is correct nevertheless, because readers follow
+                # the successors of a node.
                 self._node = mine
                 return result

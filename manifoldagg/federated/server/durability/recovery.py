@@ -1,8 +1,11 @@
-"""Recovery: the replay of the journal records after a checkpoint.
+"""Recovery of a server: the replay of the journal records after a checkpoint.
 
-If the end of a journal is invalid, the last write may have been incomplete, and recovery truncates the journal there.
-If the durability mark of a later record proves that an invalid record was on the disk, the record is corrupted. The
-error then contains its log sequence number (LSN).
+An invalid record in a journal can have two reasons:
+
+- The process or the machine has crashed during the last write. Recovery then ignores the incomplete records at the end.
+- The file was corrupted. Each record contains a durability mark: all records before the mark were synced to the disk.
+  If a later mark proves that the invalid record was synced, recovery raises an error with its log sequence number
+  (LSN).
 """
 
 import logging
@@ -34,17 +37,17 @@ LOG = logging.getLogger("manifoldagg")
 
 @dataclass
 class JournalReplay:
-    """The replay of the journal records after a checkpoint.
+    """Replay of the journal records after a checkpoint.
 
     Attributes:
         name: the name of the journal.
-        next_lsn: the LSN of the next record.
-        chain: the checksum of all records before the next one.
+        next_lsn: the LSN of the next record to replay.
+        chain: the chained checksum of all records before the next record.
         time: the time of the last replayed record, in seconds of the clock.
-        ancestors: the names of the journals and checkpoints that this journal continues, as in `JournalWriter`.
+        ancestors: the journals and checkpoints that this journal continues, as in `JournalWriter`.
         records: the records to replay.
-        durable_lsn: the first LSN that may not have been on the disk at the time of the last write.
-        is_deterministic: whether all receipts equal the recorded ones so far.
+        durable_lsn: the largest durability mark. All records before this LSN were synced to the disk.
+        is_deterministic: whether all replayed updates so far have returned their recorded receipts.
     """
 
     name: str
@@ -58,15 +61,19 @@ class JournalReplay:
 
     @property
     def lineage(self) -> dict[str, int]:
-        """The ancestors of a journal that continues after the replayed records."""
+        """The ancestors of the new journal that the server starts after the replay."""
         return {**self.ancestors, self.name: self.next_lsn}
 
     def clock(self) -> float:
-        """Return `time`. A checkpoint stores the name of this method, so it is not a lambda."""
+        """Return `time`. This is a method, because a checkpoint stores the name of the clock, and a lambda has none."""
         return self.time
 
     def read(self, segments: Sequence[Segment]) -> None:
-        """Read the records from `next_lsn` on. A missing, corrupted or foreign record raises `CheckpointError`."""
+        """Read the records from `next_lsn` on.
+
+        Raises:
+            CheckpointError: if a record is missing or corrupted, or if it belongs to another copy of the server.
+        """
         chains = {self.next_lsn: self.chain}
         for segment, after in zip(segments, [*segments[1:], None], strict=True):
             if after is not None and after.first_lsn <= self.next_lsn:
@@ -93,14 +100,21 @@ class JournalReplay:
         apply_update: Callable[[Payload, dict[str, Any]], Receipt],
         round_base: Callable[[Tensor], Tensor | None],
     ) -> None:
-        """Replay the records on a new server.
+        """Replay the records on a server that was restored from the checkpoint.
 
-        `apply_update` applies an update with the recorded inputs, and `round_base` rounds a model as `dispatch` does.
+        Args:
+            state: the state of the server.
+            apply_update: a function that applies a payload with the inputs of its record and returns the receipt.
+            round_base: a function that rounds a model in the same way as `Server.dispatch`.
 
         Raises:
-            CheckpointError: if a record is corrupted, or the rule rejects an update. The message contains the LSN.
+            CheckpointError: if a record is corrupted, or if the server rejects an update. The message contains the LSN.
+
+        Warns:
+            RuntimeWarning: if a replayed update returns another receipt than the recorded one.
         """
-        # A ticket may start from a version that another update replaced before the ticket was recorded.
+        # The record of a ticket may follow the record of the update that has replaced the ticket's version. The models
+        # of such versions are kept until the last ticket that needs them.
         last_use = {record.content["pending"][1]: record.lsn for record in self.records if record.kind == "dispatched"}
         models: dict[int, StoredTree | None] = {}
         for record in self.records:
@@ -121,7 +135,7 @@ class JournalReplay:
                     base = models.get(ticket.version) or now.store.find(now.current_key)
                     base = InMemoryTree(round_base(base.load())) if ticket.base_key[0] == "base" else base
                 now = now.with_ticket(content["ticket"], ticket, base)
-                self.time = ticket.issued_at  # This may be earlier than before, if the clock went back.
+                self.time = ticket.issued_at  # If the clock was set back, this is earlier than the previous time.
             elif record.kind == "norm":
                 client, norm = content["norm"]
                 norms = with_norm(now.model_state.norms, client, norm, content["window"])
@@ -129,7 +143,7 @@ class JournalReplay:
             else:
                 ended = Receipt(False, content["reason"], version) if record.kind == "ended" else None
                 for ticket_id in content.get("tickets") or [content["ticket"]]:
-                    if ticket_id in now.tickets:  # A checkpoint omits a ticket whose base was lost.
+                    if ticket_id in now.tickets:  # A checkpoint omits the tickets whose base was lost.
                         now = now.without_ticket(ticket_id, ended)
             if "rejected" in content:
                 now = now._replace(rejected=Map(content["rejected"]))
@@ -139,12 +153,12 @@ class JournalReplay:
             self.time = max(self.time, content.get("time", self.time))
 
     def _payload(self, record: StoredRecord) -> Payload | None:
-        """Return the payload of an accepted update; `None` if its write was incomplete."""
+        """Return the payload of an accepted update, or `None` if its write was incomplete."""
         try:
             with os_errors(f"{record.path}: cannot be read"):
                 return read_payload(record)
         except CheckpointError as error:
-            if isinstance(error.__cause__, OSError):  # The file may be intact.
+            if isinstance(error.__cause__, OSError):  # The system cannot read the file, which may be intact.
                 raise
             if record.lsn < self.durable_lsn:
                 raise _corruption_error(record.path, record.lsn) from error
@@ -168,15 +182,19 @@ class JournalReplay:
 def recover(
     path: str | Path | LoadedCheckpoint, journal: Journal | None, *, ignore_journal: bool = False
 ) -> tuple[LoadedCheckpoint, JournalReplay | None]:
-    """Return the latest complete checkpoint and the journal records after it; `None` without a journal.
+    """Find the latest complete state of a server in its checkpoint and its journal.
 
     Args:
-        path: a checkpoint, or its path. The file may be missing if the journal contains a snapshot.
-        journal: the journal, which the caller has locked; `None` to resume without a journal.
-        ignore_journal: whether to resume without the journal of the checkpoint, if `journal` is `None`.
+        path: a checkpoint or its path. The file may be missing if the journal contains a snapshot of the server.
+        journal: the journal, which the caller must have locked. `None` means to resume without a journal.
+        ignore_journal: whether to resume a checkpoint that has a journal without this journal, if `journal` is `None`.
+
+    Returns:
+        The checkpoint or the snapshot of the journal, whichever is later, and the replay of the journal records after
+        it. The replay is `None` if `journal` is `None`.
 
     Raises:
-        CheckpointError: if the checkpoint or the journal cannot be read, or they do not belong together.
+        CheckpointError: if the checkpoint or the journal cannot be read, or if they belong to different servers.
     """
     firsts = [] if journal is None else journal.segments()
     saved = path if isinstance(path, LoadedCheckpoint) else None

@@ -1,4 +1,7 @@
-"""Spilling of trees to unlinked, memory-mapped temporary files."""
+"""Spilling of trees from memory to temporary files.
+
+The files have no name (they are unlinked) and are mapped into memory.
+"""
 
 import mmap
 import os
@@ -23,17 +26,21 @@ from manifoldagg.tensor_file import tensor_bytes
 __all__ = ["Spill", "SpilledTree", "open_unlinked"]
 
 ALIGNMENT = 64
-"""The alignment of a tensor in a file in bytes, as in the memory of torch."""
+"""The alignment of tensors in a file in bytes, which is also the alignment of torch's memory."""
 MAX_TREES = 2**15
-"""The maximum number of spilled trees in a process. Linux allows 65,530 mappings, and other code needs some."""
+"""The largest number of spilled trees in a process. Linux allows 65,530 memory mappings per process by default, and
+other code also needs some of them."""
 
 
 class Spill:
-    """Writer of trees to unlinked temporary files in the file system of `folder`.
+    """Writer of trees to unlinked temporary files.
 
-    The default is the system's temporary folder. The system frees a file when the last reference to the tree is
-    deleted, or when the process ends, even if it is killed. A child of `os.fork` can load the trees of the parent.
-    Their files exist until both processes release them.
+    The operating system frees a file after the last reference to the spilled tree is deleted, or when the process ends,
+    even if the process is killed. A child process of `os.fork` can load the trees of its parent. These files exist
+    until both processes have released them.
+
+    Args:
+        folder: a folder in the file system of the files. `None` means the system's temporary folder.
 
     Example:
         >>> spilled = Spill().write({"m": torch.ones(2), "count": 3})
@@ -42,16 +49,19 @@ class Spill:
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        # The process may change its working directory before it writes.
+        # The path becomes absolute, because the process may change its working directory before it writes.
         self._folder = Path(tempfile.gettempdir() if folder is None else folder).absolute()
 
     def write(self, tree: Tree) -> "SpilledTree":
         """Write a tree to a new file. Each tensor is written separately, even if tensors share memory.
 
         Raises:
-            SpillError: if the tree cannot be written. No file remains. The error is `temporary` if the disk is full,
-                the folder is not accessible, or the process has no more memory, descriptors or mappings. It is not
-                temporary if the tree contains a sparse, quantised or meta tensor, or a tensor of a subclass.
+            SpillError: if the tree cannot be written. No file remains in this case. The attribute `temporary` of the
+                error tells whether a later attempt may succeed:
+
+                - It is true if the disk is full, if the folder is not accessible, or if the process has no more memory,
+                  file descriptors or memory mappings.
+                - It is false if the tree contains a sparse, quantised or meta tensor, or a tensor of a subclass.
         """
         for tensor in tensors(tree):
             if reason := _unsupported_reason(tensor):
@@ -67,10 +77,10 @@ class Spill:
 
 
 class SpilledTree:
-    """Tree in an unlinked file, which is freed with the last reference to this object.
+    """Tree in an unlinked file. The file is freed when the last reference to this object is deleted.
 
     Attributes:
-        size: the bytes of memory that the tree used.
+        size: the number of bytes that the tree used in memory.
     """
 
     __slots__ = ("__weakref__", "_checksum", "_devices", "_folder", "_storage", "_template", "size")
@@ -80,7 +90,7 @@ class SpilledTree:
         self.size = size_of(tree)
         self._folder = folder
         self._devices = tuple(tensor.device for tensor in found)
-        # Meta tensors store the positions, shapes and dtypes of the tensors without their values.
+        # The template contains meta tensors, which have the shapes and dtypes of the tensors but no values.
         self._template = tree_map(tree, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         with open_unlinked(folder) as file:
             length, self._checksum = _write_tensors(file, found)
@@ -88,13 +98,14 @@ class SpilledTree:
         _SPILLED.add(self)
 
     def load(self, *, copy: bool = True) -> Tree:
-        """Load the tree to the original devices.
+        """Load the tree to its original devices.
 
         Args:
-            copy: whether to copy CPU tensors. Otherwise, they refer to the mapped file and must not be written.
+            copy: whether to copy CPU tensors. Otherwise, they refer to the mapped file, and you must not write to them.
 
         Raises:
-            SpillError: if the file was altered, or memory is exhausted. Only the second error is `temporary`.
+            SpillError: if the file was altered, or if there is not enough memory. The attribute `temporary` is true
+                only for the lack of memory.
 
         Cost: one pass over the file for the checksum, and one for the copy.
         """
@@ -128,40 +139,48 @@ _SPILLED: WeakSet[SpilledTree] = WeakSet()
 
 class _UnlinkedFile(FileIO):
     def __del__(self) -> None:
-        # Without this call, the interpreter warns if an interrupt prevented the `with` statement of the file.
+        # If an interrupt prevents the `with` statement of the file, the interpreter would warn about an open file.
         self.close()
 
 
 def open_unlinked(folder: str | Path) -> FileIO:
-    """Open a new file without a name, for reading and writing by this user.
+    """Open a new file without a name, which only the current user can read and write.
+
+    Args:
+        folder: a folder in the file system of the file.
 
     Raises:
         OSError: if the file cannot be created.
     """
     if sys.platform == "linux":
-        # Some file systems, such as NFS, create only files with a name.
+        # Some file systems, such as NFS, cannot create a file without a name. The general method then follows.
         with suppress(OSError):
-            # No Python code runs between the two calls of `map`, so an interrupt cannot leave the descriptor open.
+            # No bytecode runs between the two calls of `map`, so an interrupt cannot leave the descriptor open.
             return next(map(_UnlinkedFile, map(os.open, [folder], [os.O_TMPFILE | os.O_RDWR], [0o600]), ["r+"]))
-    # An interrupt within this function may leave an empty file.
+    # An interrupt within `TemporaryFile` may leave an empty file.
     return tempfile.TemporaryFile(dir=folder, buffering=0)
 
 
 def _map_file(file: FileIO, length: int) -> Any:
-    """Map a file into memory without an open descriptor; raise `OSError` if a resource is exhausted."""
+    """Map a file into memory without keeping a file descriptor open.
+
+    Raises:
+        OSError: if the process has no more memory or memory mappings.
+    """
     if not length:
         return torch.UntypedStorage(0, device="cpu")
     if sys.platform == "win32":
         return torch.frombuffer(mmap.mmap(file.fileno(), length), dtype=torch.uint8).untyped_storage()
     try:
-        # `mmap.mmap` keeps a duplicate of the descriptor. A private mapping would count as committed memory.
+        # `mmap.mmap` would keep a duplicate of the descriptor open. The mapping is shared, because a private mapping
+        # would count as committed memory.
         return torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", shared=True, nbytes=length)
     except RuntimeError as error:
         raise OSError(str(error)) from error
 
 
 def _unsupported_reason(tensor: Tensor) -> str | None:
-    """Return the property of a tensor that a file cannot store; `None` if a file can store the tensor."""
+    """Return the reason why a file cannot store a tensor. If a file can store it, return `None`."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
@@ -170,7 +189,7 @@ def _unsupported_reason(tensor: Tensor) -> str | None:
 
 
 def _write_tensors(file: FileIO, leaves: Sequence[Tensor]) -> tuple[int, int]:
-    """Write tensors to a file, and return the number of bytes and the checksum."""
+    """Write tensors to a file, and return the number and the checksum of the written bytes."""
     length = checksum = 0
     for tensor in leaves:
         data = tensor_bytes(tensor)

@@ -1,4 +1,4 @@
-"""The store of a server: models and client states in memory or in files, as an immutable value."""
+"""The immutable store of a server, which contains models and client states in memory or in files."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import NamedTuple
@@ -12,17 +12,18 @@ from manifoldagg.federated.server.durability.spill import SpilledTree
 __all__ = ["InMemoryTree", "Store", "StoreKey", "StoredTree"]
 
 StoreKey = tuple[str, Hashable]
-"""A kind (`"version"`, `"base"` or `"client"`) and a name."""
+"""The key of a stored tree: a pair of a kind and a name. The kinds and names are `"version"` (a model) and `"base"` (a
+rounded model) with the number of the version, and `"client"` (a client state) with the client."""
 SPILLED = "spilled"
 
 
 class InMemoryTree:
-    """Tree in memory, which must not be modified.
+    """Tree in memory. The tree must not be modified.
 
     Args:
         tree: the tree.
         on_free: a function that receives the tree when the last reference to this object is deleted.
-        size: the bytes of the tree; `None` to compute them.
+        size: the number of bytes of the tree. `None` means to compute it.
     """
 
     __slots__ = ("_on_free", "size", "tree")
@@ -33,7 +34,7 @@ class InMemoryTree:
         self._on_free = on_free
 
     def load(self, *, copy: bool = True) -> Tree:
-        """Return the tree without a copy."""
+        """Return the tree itself. The argument `copy` has no effect."""
         return self.tree
 
     def __del__(self) -> None:
@@ -46,12 +47,15 @@ StoredTree = InMemoryTree | SpilledTree
 
 
 class Store(NamedTuple):
-    """Immutable store of trees by key, with reference counts. Every change returns a new store.
+    """Immutable store of trees with reference counts.
+
+    A key is stored until it was released as often as it was retained. Every change returns a new store.
 
     Attributes:
         entries: the tree and the number of references of each key.
-        evictable: the keys of the trees that can be evicted to files, the oldest first.
-        used_bytes: the bytes in memory by kind, and the bytes in files as `"spilled"`.
+        evictable: the keys of the trees that can be evicted to files, with the oldest key first.
+        used_bytes: the number of bytes in memory for each kind of key. The entry `"spilled"` is the number of bytes in
+            files.
 
     Example:
         >>> import torch
@@ -69,27 +73,30 @@ class Store(NamedTuple):
         return key in self.entries
 
     def find(self, key: StoreKey) -> StoredTree | None:
-        """Return the stored tree of a key; `None` if the key does not exist."""
+        """Return the stored tree of a key, or `None` if the key does not exist."""
         held = self.entries.get(key)
         return None if held is None else held[0]
 
     def load(self, key: StoreKey | None, *, copy: bool = True) -> Tree:
-        """Load the tree of a key, as in `SpilledTree.load`; return `None` if the key does not exist."""
+        """Load the tree of a key, as in `SpilledTree.load`. If the key does not exist, return `None`."""
         stored = None if key is None else self.find(key)
         return None if stored is None else stored.load(copy=copy)
 
     def retain(self, key: StoreKey, tree: StoredTree | None = None) -> "Store":
-        """Return the store with one more reference to a key. A new key requires `tree`."""
+        """Return the store with one more reference to a key. For a new key, `tree` is required."""
         return self.replaced((), {key: tree})
 
     def release(self, key: StoreKey) -> "Store":
-        """Return the store with one less reference to a key."""
+        """Return the store with one reference less to a key. Without references, the key is removed."""
         return self.replaced((key,), {})
 
     def replaced(self, released: Iterable[StoreKey], retained: Mapping[StoreKey, StoredTree | None]) -> "Store":
-        """Return the store with one less reference to each released key, and then one more to each retained key.
+        """Release some keys, and then retain others.
 
-        A key may be released several times. A new key requires a tree; other trees are ignored.
+        Args:
+            released: the keys that lose one reference. A key may occur several times.
+            retained: the keys that gain one reference, with their trees. The tree of a new key is required. The trees
+                of existing keys are ignored.
         """
         entries = self.entries.mutate()
         changed: list[tuple[StoreKey, StoredTree, int]] = []
@@ -119,7 +126,10 @@ class Store(NamedTuple):
         return Store(entries.finish(), evictable, used.finish())
 
     def evicted(self, key: StoreKey, tree: InMemoryTree, spilled: SpilledTree) -> "Store":
-        """Return the store with a tree replaced by its file, unless another thread has replaced the tree."""
+        """Return the store with a tree in memory replaced by the spilled tree.
+
+        If another thread has replaced or removed the tree in the meantime, return this store.
+        """
         found, references = self.entries.get(key, (None, 0))
         if found is not tree:
             return self
@@ -129,12 +139,16 @@ class Store(NamedTuple):
         return Store(self.entries.set(key, (spilled, references)), self.evictable.remove(key), used.finish())
 
     def pinned(self, key: StoreKey, tree: InMemoryTree) -> "Store":
-        """Return the store after excluding a tree from eviction."""
+        """Return the store with a tree excluded from eviction, because a file cannot store it."""
         fits = key in self.evictable.entries and self.find(key) is tree
         return self._replace(evictable=self.evictable.remove(key)) if fits else self
 
     def next_victim(self, limit: int, exclude: StoreKey) -> tuple[StoreKey, InMemoryTree] | None:
-        """Return the oldest evictable tree if all trees except `exclude` use more than `limit` bytes of memory."""
+        """Return the key and the tree to evict next.
+
+        The result is the oldest evictable tree. It is `None` if no tree is evictable, or if all trees except the tree
+        of `exclude` use at most `limit` bytes of memory.
+        """
         used = self.memory_usage(exclude)
         if sum(used.values()) - used[SPILLED] <= limit:
             return None
@@ -145,7 +159,7 @@ class Store(NamedTuple):
         return None
 
     def memory_usage(self, exclude: StoreKey) -> dict[str, int]:
-        """Return the bytes in memory by kind and the bytes in files, without the tree of one key."""
+        """Return the values of `used_bytes` without the tree of the key `exclude`."""
         used = {kind: self.used_bytes.get(kind, 0) for kind in ("version", "base", "client", SPILLED)}
         kept = self.find(exclude)
         if kept is not None:

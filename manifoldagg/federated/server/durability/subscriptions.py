@@ -1,4 +1,4 @@
-"""Event subscriptions: the delivery of events to callbacks, in order."""
+"""Subscriptions to the events of a server, and the ordered delivery of these events."""
 
 import logging
 import threading
@@ -17,28 +17,33 @@ LOG = logging.getLogger("manifoldagg")
 
 
 class EventDispatcher:
-    """Dispatcher that delivers the pending events of a server to the subscribers.
+    """Dispatcher that delivers the events of a server to its subscribers.
 
-    - A change and its event are recorded atomically. The event is removed after all subscribers have received it.
-    - Subscribers receive one event at a time, in the order of the changes, before the call that caused the event
-      returns.
-    - If another thread or an outer call is delivering events, the call returns immediately, and the other thread or
-      the outer call delivers the new events.
-    - An `Exception` of a callback is logged to `logging.getLogger("manifoldagg")` and undoes nothing.
-    - `KeyboardInterrupt`, `SystemExit` and `asyncio.CancelledError` propagate to the caller. The change stays in
-      effect. The next call delivers the event again, starting with this callback. A callback that raises one of these
-      exceptions at every event blocks all later events until it is unsubscribed.
+    - Order: each subscriber receives one event at a time, in the order of the changes. The server records a change and
+      its event atomically, and removes the event after all subscribers have received it.
+    - Time: the call that causes an event delivers it before the call returns. There is one exception. If another thread
+      or an outer call is already delivering events, the call returns immediately, and the other thread or the outer
+      call delivers the new event.
+    - Exceptions: if a callback raises an `Exception`, the dispatcher logs it to `logging.getLogger("manifoldagg")` and
+      continues. The change stays in effect.
+    - Interrupts: `KeyboardInterrupt`, `SystemExit` and `asyncio.CancelledError` propagate to the caller, and the change
+      stays in effect. The next call delivers the event again, starting with the interrupted callback. A callback that
+      raises one of these exceptions for every event therefore blocks all later events until it is unsubscribed.
     """
 
     def __init__(self, state: AtomicReference[ServerState]) -> None:
         self._state = state
-        # The owner delivers events. A `with` statement releases the lock, even after an interrupt.
+        # The thread that owns this lock delivers events. A `with` statement releases the lock even after an interrupt.
         self._drain_lock = AtomicReference(threading.Lock())
-        # The current event, and the subscribers that have received it. Only the owner of the lock writes this value.
+        # The number of the current event, and the subscribers that have received it. Only the owner of the lock writes
+        # this value.
         self._delivered: tuple[int, tuple[Subscription, ...]] = (-1, ())
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
-        """Subscribe a callback to all later events, and return a function that unsubscribes it.
+        """Subscribe a callback to all later events, as `Server.on_event` describes.
+
+        Returns:
+            A function without arguments that unsubscribes the callback.
 
         Raises:
             ArgumentError: if `callback` is not callable.
@@ -57,22 +62,22 @@ class EventDispatcher:
                 return now._replace(subscriptions=tuple(each for each in now.subscriptions if each is not mine)), None
 
             self._state.update(removed)
-            self.drain()  # This removes events without subscribers.
+            self.drain()  # Without this call, events that only the removed subscriber had not received would remain.
 
         return remove
 
     def publish(self, kind: Callable[..., Event], **fields: object) -> None:
-        """Record an event and deliver it."""
+        """Record an event of a class with these fields, and deliver it."""
         self._state.update(lambda now: (now.with_event(kind, **fields), None))
         self.drain()
 
     def drain(self) -> None:
-        """Deliver all pending events, unless another call is doing so."""
+        """Deliver all pending events, unless another call is already delivering them."""
         while self._state.value.pending_events and self._drain_once():
-            pass  # New events may have arrived after the last check.
+            pass  # An event may have arrived after the last check and before the lock was released.
 
     def _drain_once(self) -> bool:
-        """Deliver all pending events and return `True`, or return `False` if another call is doing so."""
+        """Deliver all pending events and return `True`. If another call is delivering them, return `False`."""
         mine = threading.Lock()
         with mine:
             if self._drain_lock.update(lambda held: (held, held) if held.locked() else (mine, mine)) is not mine:
@@ -86,7 +91,7 @@ class EventDispatcher:
             self._delivered = (index, ())
         for each in self._state.value.subscriptions:
             delivered = self._delivered[1]
-            # An earlier callback may have unsubscribed this callback.
+            # A callback that was called before may have unsubscribed this callback.
             if each.first_event > index or each in delivered or each not in self._state.value.subscriptions:
                 continue
             try:
