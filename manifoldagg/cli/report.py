@@ -12,8 +12,10 @@ from manifoldagg._signals import graceful_shutdown
 from manifoldagg._validation import check_choice
 from manifoldagg.cli._console import console
 from manifoldagg.cli.tables import fold_names, new_table
+from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.combined_report import FILES, CombinedReport, load_reports, write_combined_report
 from manifoldagg.experiments.report import check_destination
+from manifoldagg.experiments.sweep import write_sweep
 from manifoldagg.simulation.cost import AXES
 
 __all__ = ["report_command", "report_tables"]
@@ -44,6 +46,14 @@ def report_command(
             show_default=False,
         ),
     ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="An option in which the comparisons differ, such as `concurrency`, `partition.concentration`, or "
+            "`epochs` of the methods. The command then only draws the final accuracy by the value of this option.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="The folder of the combined report. An existing combined report is replaced.")
     ] = Path("combined"),
@@ -62,9 +72,14 @@ def report_command(
     `baseline.csv` (with --baseline), `relative_time.csv`, `one_sided.csv` (with --proposed), and plots of accuracy and
     of clients.
 
+    With --sweep, the command writes only `sweep.csv` and `sweep.png`: the final accuracy of each method by the value of
+    an option, with 95 % intervals over the seeds.
+
     Example: `manifoldagg report runs/digits runs/mnist --axis gradients --out combined`
     """
     check_choice("axis", axis, AXES)
+    if sweep is not None:
+        return _report_sweep(folders, sweep, out, baseline or proposed)
     with graceful_shutdown("interrupted: nothing was written"):
         check_destination(out, FILES, option="out")
         joined = load_reports(folders)
@@ -73,6 +88,21 @@ def report_command(
         console.print(grid)
     for note in joined.notes:
         console.print(f"Settings differ: {note}", highlight=False, markup=False, soft_wrap=True)
+    names = ", ".join(file.name for file in files)
+    console.print(f"Written to {out}: {names}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _report_sweep(folders: list[Path], option: str, out: Path, compared: str | None) -> None:
+    if compared is not None:
+        raise ArgumentError("sweep: expected no --baseline and no --proposed with --sweep")
+    with graceful_shutdown("interrupted: nothing was written"):
+        frame, files = write_sweep(folders, option, out)
+    values = sorted(frame["value"].unique())
+    grid = new_table("method", *(f"{value:g}" for value in values), title=Text(option), caption="final accuracies in %")
+    for method, rows in frame.groupby("method", sort=False):
+        found = dict(zip(rows["value"], rows["mean"], strict=True))
+        grid.add_row(Text(str(method)), *(f"{100 * found[x]:.1f}" if x in found else "" for x in values))
+    console.print(grid)
     names = ", ".join(file.name for file in files)
     console.print(f"Written to {out}: {names}", highlight=False, markup=False, soft_wrap=True)
 

@@ -17,7 +17,8 @@ from manifoldagg.simulation.cost import Evaluation, StartEvaluation
 from manifoldagg.simulation.trace import TaskRecord, check_records
 
 __all__ = [
-    *("axis_unit", "draw_accuracy", "draw_clients", "draw_planes", "draw_starts", "draw_trace", "draw_traces"),
+    *("axis_unit", "draw_accuracy", "draw_clients", "draw_planes", "draw_starts", "draw_sweep"),
+    *("draw_trace", "draw_traces"),
     "format_percent",
 ]
 
@@ -34,6 +35,10 @@ LABEL_WIDTH = 32
 """The maximum number of characters in a line of a legend."""
 WIDTH = 6.4
 """The width of a figure in inches. At 80 % of a page's width, letters have the size of footnotes."""
+LOG_SCALE_FACTOR = 30
+"""The ratio of the largest to the smallest value of a sweep above which its axis is logarithmic."""
+MAX_TICKS = 8
+"""The maximum number of values of a sweep that are all labelled."""
 MAX_PANELS = 3
 """The maximum number of traces, or of clients, in one plot."""
 UNITS = {
@@ -160,6 +165,41 @@ def draw_clients(
     axes.set_title(f"{_escape_math(title)}; the best model{', mean over seeds' if several else ''}", fontsize="medium")
     _legend(figure, clients)
     _interleave_dashes(axes.lines)
+    figure.savefig(path)
+
+
+def draw_sweep(path: Path, frame: Any, *, option: str, title: str, metric: str = "accuracy") -> None:
+    """Draw the mean final accuracy of each method over the values of an option, with 95 % intervals.
+
+    The axis of the values is logarithmic if the largest value is more than 30 times the smallest one.
+
+    Args:
+        path: the path of the plot.
+        frame: a data frame with the columns of [`load_sweep`][manifoldagg.experiments.sweep.load_sweep].
+        option: the name of the option.
+        title: the title.
+        metric: the name of the metric, if it is not the accuracy.
+    """
+    methods = {str(name): rows for name, rows in frame.groupby("method", sort=False)}
+    figure, axes = _figure(methods, 3.6)
+    for i, (label, rows) in enumerate(methods.items()):
+        style = _style(i, len(methods)) | {"markevery": 1, "label": _label(label), "zorder": 3 + i}
+        half = 100 * (rows["high"] - rows["mean"]).fillna(0.0)
+        axes.errorbar(rows["value"], 100 * rows["mean"], yerr=half, capsize=2, elinewidth=1, **style)
+    least, most = frame["value"].min(), frame["value"].max()
+    if least > 0 and most > LOG_SCALE_FACTOR * least:
+        axes.set_xscale("log")
+    values = sorted(frame["value"].unique())
+    if len(values) <= MAX_TICKS:
+        axes.set_xticks(values, [f"{value:g}" for value in values])
+        axes.set_xticks([], minor=True)
+    axes.set_xlabel(option)
+    axes.set_ylabel(f"final {metric}, %")
+    seeds = frame["seeds"].max()
+    axes.set_title(
+        f"{_escape_math(title)}; {'mean, bars: 95 % intervals' if seeds > 1 else '1 seed'}", fontsize="medium"
+    )
+    _legend(figure, methods)
     figure.savefig(path)
 
 

@@ -1,0 +1,148 @@
+"""Sweeps: the final accuracy of methods over the values of one setting, from the reports of several comparisons."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from manifoldagg._io import atomic_write
+from manifoldagg.errors import ArgumentError
+from manifoldagg.experiments.plots import draw_sweep
+from manifoldagg.experiments.report import check_destination, read_report
+from manifoldagg.experiments.spec_parser import parse_literal, parse_spec
+from manifoldagg.experiments.statistics import mean_ci
+
+__all__ = ["load_sweep", "write_sweep"]
+
+FILES = ("sweep.csv", "sweep.png")
+UNCHECKED_SETTINGS = ("methods", "seeds", "tuning", "clients_without_samples", "target")
+"""The settings in which the reports of a sweep may differ."""
+LABEL = re.compile(r"(?P<name>[^(]*)(?:\((?P<options>.*)\))?")
+
+
+def load_sweep(folders: Iterable[Path | str], option: str) -> pd.DataFrame:
+    """Read the reports of `manifoldagg compare` in these folders, and return the final accuracies by an option.
+
+    The option is one of the following:
+
+    - a setting of a comparison, such as `concurrency` or `clients`;
+    - an option of a setting, such as `partition.concentration` for `--partition dirichlet:concentration=0.5`;
+    - an option of methods, such as `epochs` for `--methods fedasync:epochs=1`. Methods that differ only in this option
+      are one method of the sweep, and methods without it are omitted.
+
+    Returns:
+        A row for each method and value, sorted by value: `method`, `value`, `seeds`, `mean`, `low` and `high`. The last
+        two columns are the ends of the 95 % interval over the seeds; they are NaN with one seed.
+
+    Raises:
+        ArgumentError: if a folder is not a report, if the reports differ in other settings, if no report has the
+            option, if a value is not a number, if there are fewer than two values, or if two reports contain a run of
+            the same method, value and seed.
+    """
+    reports = []
+    for folder in folders:
+        try:
+            reports.append((folder, read_report(Path(folder))))
+        except (OSError, ValueError, KeyError) as error:
+            raise ArgumentError(f"folders: {folder}: expected a report of `manifoldagg compare`; {error}") from None
+    if not reports:
+        raise ArgumentError("folders: expected at least one report, got an empty list")
+    _check_equal_settings(reports, option)
+    finals: dict[tuple[str, float], dict[int, float]] = {}
+    for folder, report in reports:
+        last = {(row["method"], row["seed"]): row["accuracy"] for row in report["log"]}
+        for (label, seed), accuracy in last.items():
+            method, value = _method_and_value(report["settings"], label, option)
+            if value is None:
+                continue
+            seeds = finals.setdefault((method, _number(option, value)), {})
+            if seed in seeds:
+                raise ArgumentError(f"folders: {folder}: {method} with {option}={value} and seed {seed} is given twice")
+            seeds[seed] = accuracy
+    if len({value for _, value in finals}) < 2:
+        given = ", ".join(f"{value:g}" for _, value in finals) or "no value"
+        raise ArgumentError(f"sweep: expected reports with two or more values of {option}, got {given}")
+    rows = []
+    for (method, value), seeds in sorted(finals.items(), key=lambda item: item[0][1]):
+        found = mean_ci([*seeds.values()])
+        rows.append((method, value, found.count, found.value, found.low, found.high))
+    return pd.DataFrame(rows, columns=["method", "value", "seeds", "mean", "low", "high"]).astype(
+        {"low": float, "high": float}
+    )
+
+
+def write_sweep(folders: Iterable[Path | str], option: str, out: Path | str) -> tuple[pd.DataFrame, list[Path]]:
+    """Write `sweep.csv`, which contains `load_sweep`, and `sweep.png`, with one line for each method.
+
+    Returns:
+        The data frame, and the paths of the files.
+
+    Raises:
+        ArgumentError: for the same reasons as in `load_sweep`, or if `out` contains other files or cannot be written.
+    """
+    out = Path(out)
+    folders = list(folders)
+    frame = load_sweep(folders, option)
+    check_destination(out, FILES, option="out")
+    settings = read_report(Path(folders[0]))["settings"]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(out) as draft:
+            draft.mkdir()
+            frame.to_csv(draft / FILES[0], index=False, lineterminator="\n")
+            metric = settings.get("metrics", ["accuracy"])[0]
+            draw_sweep(draft / FILES[1], frame, option=option, title=settings["data"]["name"], metric=metric)
+    except OSError as error:
+        raise ArgumentError(f"out: {out} cannot be written: {error.strerror or error}") from error
+    return frame, [out / file for file in FILES]
+
+
+def _method_and_value(settings: Mapping[str, Any], label: str, option: str) -> tuple[str, Any]:
+    """Return the name of a method without the option, and the value of the option or `None`."""
+    found = LABEL.fullmatch(label)
+    assert found is not None
+    options = dict(part.split("=", 1) for part in re.split(r", (?=[\w.]+=)", found["options"] or "") if "=" in part)
+    if option in options:
+        text = options.pop(option)
+        rest = ", ".join("=".join(pair) for pair in options.items())
+        return found["name"] + (f"({rest})" if rest else ""), parse_literal(text)
+    setting, _, inner = option.partition(".")
+    value = settings.get(setting)
+    if not inner or value is None:
+        return label, value
+    given = parse_spec(setting, str(value)).options.get(inner)
+    return label, None if given is None else parse_literal(given)
+
+
+def _number(option: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentError(f"sweep: expected an option whose values are numbers, got {option}={value}")
+    return float(value)
+
+
+def _check_equal_settings(reports: Sequence[tuple[Path | str, Mapping[str, Any]]], option: str) -> None:
+    """Check that the reports differ only in the option and in `UNCHECKED_SETTINGS`."""
+    (first, one), *others = reports
+    for folder, report in others:
+        for name in dict.fromkeys([*one["settings"], *report["settings"]]):
+            if name in UNCHECKED_SETTINGS:
+                continue
+            before, now = (_without(found["settings"].get(name), name, option) for found in (one, report))
+            if before != now:
+                raise ArgumentError(
+                    f"folders: expected reports that differ only in {option}, got {name}: {before} in {first} and "
+                    f"{now} in {folder}"
+                )
+
+
+def _without(value: Any, name: str, option: str) -> Any:
+    """Return a setting without the swept option."""
+    setting, _, inner = option.partition(".")
+    if setting != name:
+        return value
+    if not inner or not isinstance(value, str):
+        return None
+    spec = parse_spec(name, value)
+    return spec.name, {key: text for key, text in spec.options.items() if key != inner}
