@@ -1,25 +1,30 @@
 """The example over HTTP: three clients as processes, and whatever comes that is no honest upload."""
 
 import asyncio
+import errno
+import os
 import re
 import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from safetensors.torch import load, save
 from torch import nn
 
 from manifoldagg import ParameterSpace, Server, wire
 from manifoldagg.errors import WireError
 from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import Payload
-from manifoldagg.federated.rules import AsyncKrylov, FedAsync
+from manifoldagg.federated.rules import AsyncKrylov, FedAsync, FedBuff, FedOrtho, MasFL
 from tests.server_options import grouped
 
 FOLDER = Path(__file__).parent.parent / "examples" / "http"
@@ -29,9 +34,25 @@ Door = runpy.run_path(str(FOLDER / "server.py"))["Door"]
 TICKET = "Ticket-Id"
 
 
+@pytest.fixture(autouse=True)
+def uploads(tmp_path, monkeypatch):
+    """The folder of the uploads, which each test must leave empty."""
+    folder = tmp_path / "uploads"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert [*folder.iterdir()] == []
+
+
 def opened(limit=10_000, *, uploads=4, patience=5.0, grace=5.0, min_rate=1000.0, **options):
     server = Server.of(nn.Linear(2, 1), FedAsync(0.5), **grouped(**options))
     return Door(server, limit=limit, uploads=uploads, patience=patience, grace=grace, min_rate=min_rate)
+
+
+def model_upload(sent, change=1.0):
+    """The headers and the safetensors file of a client that sends one model."""
+    state = {name.removeprefix("start/"): x + change for name, x in load(sent).items() if name.startswith("start/")}
+    return {"headers": {TICKET: wire.ticket_of(sent), "Samples": "10"}, "content": save(state)}
 
 
 def in_process(door, talk):
@@ -57,12 +78,12 @@ class Http:
     def post(self, path, **options):
         """Post a payload with its ticket, or a body that is not a payload with the ticket of its client."""
         _, call, client = path.split("/")
-        if call == "receive":
+        if call == "receive" and "headers" not in options:
             try:
                 ticket = wire.ticket_of(options["content"])
             except WireError:
                 ticket = self.door.sent[client][1]
-            options = {"headers": {TICKET: ticket or ""}, **options}
+            options["headers"] = {TICKET: ticket or ""}
         return in_process(self.door, lambda http: http.post(path, **options))
 
 
@@ -348,7 +369,10 @@ def test_three_processes_on_the_loopback(tmp_path):
         assert server.first.wait(200)
         url = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+)", server.lines[0])[1]
         command = (FOLDER / "client.py", url)
-        clients = [start(*command, f"ward-{i}", "--part", f"{i}/3", "--tasks", "2") for i in range(3)]
+        # The first client sends models, and the other clients send curves.
+        forms = ("1", "4", "4")
+        options = [("--part", f"{i}/3", "--tasks", "2", "--pieces", form) for i, form in enumerate(forms)]
+        clients = [start(*command, f"ward-{i}", *options[i]) for i in range(3)]
         for client in clients:
             assert client.process.wait(200) == 0, client.lines
             client.reader.join(30)
@@ -363,6 +387,7 @@ def test_three_processes_on_the_loopback(tmp_path):
             assert http.get("/status").json() == {"version": 6, "rejected": {}}
         server.end()
         assert server.lines[1:] == ["stopped at version 6"]
+        assert [*file.with_name("server.checkpoint.uploads").iterdir()] == []
         model = load_dataset("digits").model()
         assert Server.resume(file, model, AsyncKrylov(rate=0.75)).version == 6
     finally:
@@ -439,3 +464,223 @@ def test_the_ticket_of_the_header_is_that_of_the_payload(http, door):
     assert answer.status_code == 422
     assert answer.json()["reason"].startswith("ticket: expected")
     assert tickets(door) == 2
+
+
+@pytest.mark.parametrize("rule", [FedAsync(0.5), FedOrtho(0.5), FedBuff(2)], ids=lambda rule: type(rule).__name__)
+def test_a_model_file_gives_the_bits_of_a_payload(rule):
+    doors = [Door(Server.of(nn.Linear(2, 1), rule), limit=10_000) for _ in range(2)]
+    doors[1].server = Server.of(doors[0].server.state_dict(), rule)
+    for change in (1.0, -0.3):
+        sent = [[dispatched(Http(door), name, f"{change}") for door in doors] for name in ("ward-7", "ward-8")]
+        for name, (one, two) in zip(("ward-7", "ward-8"), sent, strict=True):
+            points = wire.unpack(one, spec=doors[0].server.space).message.start[None] + change
+            packed = Http(doors[0]).post(f"/receive/{name}", content=upload(doors[0], one, points=points))
+            answer = Http(doors[1]).post(f"/receive/{name}", **model_upload(two, change))
+            assert (packed.status_code, answer.status_code) == (200, 200)
+            assert packed.json() == answer.json()
+            assert torch.equal(doors[0].server.model, doors[1].server.model)
+    assert doors[1].server.version > 0
+
+
+def test_a_repeated_model_file_gets_the_same_receipt(http, door):
+    data = model_upload(dispatched(http))
+    first, again = (http.post("/receive/ward-7", **data) for _ in range(2))
+    assert (first.status_code, again.status_code, again.json()) == (200, 200, first.json())
+    assert door.server.version == 1
+
+
+def test_a_large_model_is_stored_in_a_private_file_and_not_in_memory(uploads):
+    """The Python heap contains bytes and bytearrays, but neither tensors nor mapped files."""
+    size = 1 << 25
+    door = Door(Server.of(nn.Linear(size // 4, 1), FedAsync(0.5)), limit=2 * size)
+    model = model_upload(dispatched(Http(door)))
+    data, step = memoryview(model.pop("content")), 1 << 20
+    modes, sizes = set(), []
+
+    async def slowly():
+        for start in range(0, len(data), step):
+            yield bytes(data[start : start + step])
+            (file,) = uploads.iterdir()
+            modes.add(file.stat().st_mode & 0o777)
+            sizes.append(file.stat().st_size)
+
+    tracemalloc.start()
+    try:
+        answer = in_process(door, lambda http: http.post("/receive/ward-7", content=slowly(), **model))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert answer.status_code == 200
+    assert peak < size // 4
+    assert modes == {0o600}
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > size // 2
+
+
+async def broken_off(door, path, data, headers):
+    """Send a part of a body and close the connection. Return the status of the answer."""
+    messages = iter([{"type": "http.request", "body": data, "more_body": True}, {"type": "http.disconnect"}])
+    answers = []
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": ""}
+    scope["headers"] = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+
+    async def receive():
+        return next(messages)
+
+    async def send(message):
+        answers.append(message)
+
+    await door.application()(scope, receive, send)
+    return answers[0]["status"]
+
+
+def test_an_upload_that_breaks_off_leaves_no_file_and_the_ticket_open(http, door, uploads):
+    model = model_upload(dispatched(http))
+    half = model["content"][:50]
+    assert asyncio.run(broken_off(door, "/receive/ward-7", half, model["headers"])) == 400
+    assert [*uploads.iterdir()] == []
+    assert (tickets(door), door.held, door.server.version) == (1, 0, 0)
+    assert http.post("/receive/ward-7", **model).status_code == 200
+
+
+def test_an_error_of_the_server_leaves_no_file_and_the_ticket_open(http, door, uploads, monkeypatch):
+    model = model_upload(dispatched(http))
+    seen = []
+
+    def fails(*_, **options):
+        seen.extend(uploads.iterdir())
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(door.server, "receive_model", fails)
+        with pytest.raises(ZeroDivisionError):
+            http.post("/receive/ward-7", **model)
+    assert len(seen) == 1
+    assert [*uploads.iterdir()] == []
+    assert http.post("/receive/ward-7", **model).status_code == 200
+
+
+def test_a_full_disk_is_reported_and_the_upload_may_be_repeated(http, door, monkeypatch):
+    model = model_upload(dispatched(http))
+
+    async def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(door, "store", full)
+        answer = http.post("/receive/ward-7", **model)
+    reason = f"server: busy: the upload could not be stored: {os.strerror(errno.ENOSPC)}"
+    assert (answer.status_code, answer.json()["reason"], door.held) == (503, reason, 0)
+    assert http.post("/receive/ward-7", **model).status_code == 200
+
+
+def test_a_model_that_is_too_large_is_refused_before_it_is_written(http, door, uploads):
+    headers = model_upload(dispatched(http))["headers"]
+    sizes = []
+
+    async def endless():
+        while True:
+            yield bytes(1000)
+            sizes.extend(file.stat().st_size for file in uploads.iterdir())
+
+    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=endless(), headers=headers))
+    assert (answer.status_code, answer.json()["reason"]) == (413, "body: expected at most 10000 bytes")
+    assert len(sizes) == 10
+    assert max(sizes) <= 10_000
+    headers["Content-Length"] = "10001"
+    sizes.clear()
+    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=endless(), headers=headers))
+    assert (answer.status_code, sizes, tickets(door)) == (413, [], 1)
+
+
+def with_header(length, text=b"", data=b""):
+    return length.to_bytes(8, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    ("junk", "reason"),
+    [
+        (b"", "an upload that is not a complete safetensors file: it has 0 bytes"),
+        (b"of my own making", "a header of 8606133118822278767 bytes, which is more than 1048576"),
+        (with_header(2**20 + 1, b" " * 100), "a header of 1048577 bytes, which is more than 1048576"),
+        (with_header(3, b"{]}"), "an upload that is not a safetensors file: "),
+        (with_header(2, b"{}", b"1234"), "an upload that is not complete: it has 14 bytes, expected 10"),
+    ],
+)
+def test_a_body_that_is_not_a_model_file_is_refused(http, door, junk, reason):
+    model = model_upload(dispatched(http))
+    answer = http.post("/receive/ward-7", **{**model, "content": junk})
+    assert answer.status_code == 422
+    assert answer.json()["reason"].startswith(f"model: expected a safetensors file, got {reason}")
+    assert "upload-" not in answer.json()["reason"]
+    # The names in the answer to `/status` must be those of arguments and not those of files.
+    assert http.get("/status").json() == {"version": 0, "rejected": {"model": 1}}
+    assert tickets(door) == 1
+    assert http.post("/receive/ward-7", **model).status_code == 200
+
+
+def test_a_model_file_with_other_tensors_is_refused(http, door):
+    model = model_upload(dispatched(http))
+    for content in (save({"weight": torch.ones(1, 2)}), upload(door, door.sent["ward-7"][2])):
+        answer = http.post("/receive/ward-7", **{**model, "content": content})
+        assert (answer.status_code, answer.json()["reason"][:7]) == (422, "model: ")
+    assert http.post("/receive/ward-7", **model).status_code == 200
+
+
+@pytest.mark.parametrize("samples", ["", "ten", "-1", "1.5", "9" * 5000])
+def test_an_invalid_number_of_samples_is_refused_before_the_body_is_read(http, door, samples):
+    model = model_upload(dispatched(http))
+    headers = {**model["headers"], "Samples": samples}
+    taken = []
+
+    async def body():
+        taken.append(1)
+        yield b""
+
+    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=body(), headers=headers))
+    assert (answer.status_code, taken) == (400, [])
+    assert answer.json()["reason"] == f"Samples: expected a number of samples, got {samples[:20]!r}"
+    model["headers"]["Samples"] = "0"
+    answer = http.post("/receive/ward-7", **model)
+    assert (answer.status_code, answer.json()["reason"][:9]) == (422, "samples: ")
+
+
+def test_a_rule_that_requires_more_than_models_refuses_a_model_file():
+    door = Door(Server.of(nn.Linear(2, 1), MasFL(2)), limit=10_000)
+    http = Http(door)
+    sent = dispatched(http)
+    answer = http.post("/receive/ward-7", **model_upload(sent))
+    assert answer.status_code == 422
+    assert "requires more than models from clients" in answer.json()["reason"]
+
+
+def test_a_new_server_deletes_the_uploads_of_a_killed_server(tmp_path):
+    folder = tmp_path / "server.uploads"
+    for _ in range(2):
+        Door(Server.of(nn.Linear(2, 1), FedAsync(0.5)), limit=10_000, folder=folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert [file.name for file in folder.iterdir()] in ([], ["other"])
+        (folder / "upload-abc.safetensors").write_bytes(b"1")
+        (folder / "other").write_bytes(b"1")
+    door = Door(Server.of(nn.Linear(2, 1), FedAsync(0.5)), limit=10_000, folder=folder)
+    assert Http(door).post("/receive/ward-7", **model_upload(dispatched(Http(door)))).status_code == 200
+    assert [file.name for file in folder.iterdir()] == ["other"]
+
+
+def test_a_client_sends_a_file_in_pieces_again_after_an_error(tmp_path):
+    client = runpy.run_path(str(FOLDER / "client.py"))
+    file = tmp_path / "update.safetensors"
+    file.write_bytes(data := bytes(range(256)) * 1000)
+    assert [*client["pieces"](file)] == [*client["pieces"](data)]
+    assert len([*client["pieces"](file)]) == 4
+    seen = []
+
+    def flaky(request):
+        seen.append(request.read())
+        if len(seen) == 1:
+            raise httpx.ReadTimeout("lost")
+        return httpx.Response(200)
+
+    with httpx.Client(transport=httpx.MockTransport(flaky), base_url="http://door") as http:
+        assert client["ask"](http, "POST", "/receive/a", data=file).status_code == 200
+    assert seen == [data] * 2

@@ -2,9 +2,15 @@
 
 import ast
 import inspect
+import runpy
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from manifoldagg import AsyncAggregator
 
@@ -36,3 +42,65 @@ def test_its_calls_of_ours_are_such(host):
     for call in ours:
         signature = inspect.signature(getattr(AsyncAggregator, call.func.attr))
         signature.bind(None, *call.args, **{word.arg: word.value for word in call.keywords})
+
+
+class StoredTensor:
+    """A tensor in a file, like the references that NVFlare 2.9 passes to an aggregator."""
+
+    def __init__(self, path, tensor):
+        self.path = path
+        save_file({"T0": tensor}, path)
+
+    def materialize(self):
+        with safe_open(self.path, framework="pt") as file:
+            return file.get_tensor("T0")
+
+
+@pytest.fixture
+def corrected(monkeypatch):
+    """The aggregator of the recipe for NVFlare, without NVFlare."""
+    for name in ("app_common", "abstract", "fl_model"), ("app_common", "aggregators", "model_aggregator"):
+        for i in range(len(name) + 1):
+            path = ".".join(("nvflare", *name[:i]))
+            monkeypatch.setitem(sys.modules, path, ModuleType(path))
+    sys.modules["nvflare.app_common.abstract.fl_model"].FLModel = SimpleNamespace
+    sys.modules["nvflare.app_common.aggregators.model_aggregator"].ModelAggregator = object
+    return runpy.run_path(str(RECIPES["nvflare"]))["Corrected"]
+
+
+@pytest.mark.parametrize("kind", ["FULL", "DIFF"])
+def test_nvflare_tensors_in_files_give_the_bits_of_tensors_in_memory(corrected, kind, tmp_path):
+    first = {"w": torch.ones(3, 2), "b": torch.zeros(3)}
+    aggregators = [corrected(first), corrected(first)]
+    for turn in range(2):
+        for aggregator in aggregators:
+            aggregator.reset_stats()
+        for client in ("site-1", "site-2"):
+            generator = torch.Generator().manual_seed(turn)
+            params = {name: torch.randn(x.shape, generator=generator) for name, x in first.items()}
+            files = {name: StoredTensor(tmp_path / f"{client}-{turn}-{name}", x) for name, x in params.items()}
+            meta = {"client_name": client, "NUM_STEPS_CURRENT_ROUND": 4}
+            for aggregator, given in zip(aggregators, (params, files), strict=True):
+                aggregator.accept_model(SimpleNamespace(params=given, params_type=kind, meta=meta))
+        models = [aggregator.aggregate_model().params for aggregator in aggregators]
+        assert all(torch.equal(models[0][name], models[1][name]) for name in first)
+        assert not torch.equal(models[0]["w"], first["w"])
+
+
+def test_nvflare_tensors_in_files_are_mapped_and_not_copied(corrected, tmp_path):
+    aggregator = corrected({"w": torch.zeros(1000)})
+    stored, seen = StoredTensor(tmp_path / "w", torch.ones(1000)), []
+
+    def materialize():
+        seen.append(type(stored).materialize(stored))
+        return seen[0]
+
+    def submit(client, update, **options):
+        assert update["w"].data_ptr() == seen[0].data_ptr()
+        seen.append(client)
+
+    aggregator.versions.submit = submit
+    aggregator.reset_stats()
+    params = {"w": SimpleNamespace(materialize=materialize)}
+    aggregator.accept_model(SimpleNamespace(params=params, params_type="FULL", meta={"client_name": "site-1"}))
+    assert seen[1:] == ["site-1"]

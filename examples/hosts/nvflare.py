@@ -19,7 +19,9 @@ class Corrected(ModelAggregator):
     def accept_model(self, model):
         self.versions.checkout(client := model.meta["client_name"], version=self.began, restart=True)
         steps = model.meta.get("NUM_STEPS_CURRENT_ROUND", 1)
-        self.versions.submit(client, model.params, samples=steps, difference=model.params_type == "DIFF")
+        # With `enable_tensor_disk_offload=True`, the tensors are in files, which `materialize` maps into memory.
+        params = {name: x.materialize() if hasattr(x, "materialize") else x for name, x in model.params.items()}
+        self.versions.submit(client, params, samples=steps, difference=model.params_type == "DIFF")
 
     def aggregate_model(self):
         return FLModel(params=self.versions.model)

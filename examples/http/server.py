@@ -3,6 +3,13 @@
 It says where it listens, on the loopback, and stops by Ctrl-C or SIGTERM, with a checkpoint from which the next one
 goes on. Who may call it, and whether a client is whom it says, is for what stands before it: a proxy with TLS and
 tokens.
+
+A client sends its result in one of two forms:
+
+- One model, as a safetensors file. The header `Samples` contains the number of samples that the client trained on. The
+  server maps the file into memory.
+- A payload, as the bytes of `manifoldagg.wire`. Rules with curves (AsyncKrylov, AsyncBezier) or with further tensors
+  need this form. The server loads the payload into memory.
 """
 
 import argparse
@@ -10,10 +17,11 @@ import asyncio
 import contextlib
 import json
 import socket
+import tempfile
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import uvicorn
@@ -24,10 +32,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from manifoldagg import Server, wire
-from manifoldagg.errors import ArgumentError, BusyError, ManifoldAggError, WireError
+from manifoldagg.averaging.checkpoints import map_state_dict
+from manifoldagg.errors import ArgumentError, BusyError, CheckpointError, ManifoldAggError, WireError
 from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import Receipt, ServerLimits, suggest_rate
 from manifoldagg.federated.rules import AsyncKrylov
+
+MAX_HEADER = 2**20
+"""The maximum length of the header of a safetensors file in bytes. A tensor needs about 100 bytes."""
 
 
 class Door:
@@ -41,6 +53,8 @@ class Door:
         grace: the time in seconds after which an upload must have the minimum rate.
         min_rate: the minimum transfer rate of an upload in bytes per second.
         checkpoint: written when the application stops; beside it, who has which ticket.
+        folder: the folder of the uploads, which no other program uses; `None` for the system's temporary folder. It
+            must be on a disk. A file in a tmpfs occupies memory.
     """
 
     def __init__(
@@ -53,6 +67,7 @@ class Door:
         grace: float = 5.0,
         min_rate: float = 10_000.0,
         checkpoint: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.server = server
         self.limit = limit
@@ -61,6 +76,11 @@ class Door:
         self.grace = grace
         self.min_rate = min_rate
         self.checkpoint = checkpoint
+        self.folder = folder
+        if folder is not None:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            for file in folder.glob("upload-*"):  # A killed server could not delete them.
+                file.unlink()
         # The clients with an upload under way.
         self.uploading: set[str] = set()
         self.dispatching = asyncio.Lock()
@@ -144,6 +164,9 @@ class Door:
         """Return a receipt. A repeated request returns the same receipt."""
         client = request.path_params["client"]
         ticket = request.headers.get("Ticket-Id", "")
+        samples = request.headers.get("Samples")
+        if samples is not None and not (samples.isdecimal() and len(samples) < 20):
+            return refusal(400, f"Samples: expected a number of samples, got {samples[:20]!r}")
         # Before the body is read, so that only a client with a ticket can occupy a slot.
         known = await run_in_threadpool(self.receipt_of, client, ticket)
         if known is not None:
@@ -154,17 +177,20 @@ class Door:
             return busy(f"server: busy: {self.held} uploads are under way")
         self.uploading.add(client)
         try:
-            data = await self.body(request)
-            if data is None:
-                return refusal(413, f"body: expected at most {self.limit} bytes")
-            answer = await run_in_threadpool(self.answer, client, ticket, data)
+            # The file has the mode 0600. The end of the block deletes it, also after an error.
+            with tempfile.NamedTemporaryFile(prefix="upload-", suffix=".safetensors", dir=self.folder) as file:
+                if not await self.store(request, file):
+                    return refusal(413, f"body: expected at most {self.limit} bytes")
+                answer = await run_in_threadpool(self.answer, client, ticket, samples, Path(file.name))
             self.forget()
             return answer
-        except TimeoutError:
+        except TimeoutError:  # A subclass of OSError.
             rate = f"at least {self.min_rate:g} bytes per second after {self.grace:g} s"
             return refusal(408, f"body: expected {rate}, and the end within {self.patience:g} s")
         except ClientDisconnect:
             return refusal(400, "body: ended early")
+        except OSError as error:
+            return busy(f"server: busy: the upload could not be stored: {error.strerror}")
         finally:
             self.uploading.discard(client)
 
@@ -175,33 +201,60 @@ class Door:
         except TicketOpen:
             return None
 
-    async def body(self, request: Request) -> bytearray | None:
-        """Return the body, or `None` if it exceeds the limit.
+    async def store(self, request: Request, file: IO[bytes]) -> bool:
+        """Write the body to a file piece by piece. Return `False` if the body exceeds the limit.
 
         Raises:
             TimeoutError: if the body arrives too slowly or takes too long.
         """
         length = request.headers.get("Content-Length", "0")
         if not length.isdecimal() or float(length) > self.limit:
-            return None
-        data = bytearray()
+            return False
+        size = 0
         start = asyncio.get_running_loop().time()
         async with asyncio.timeout_at(start + min(self.grace, self.patience)) as deadline:
             async for piece in request.stream():
-                data += piece
-                if len(data) > self.limit:
-                    return None
-                deadline.reschedule(start + min(self.grace + len(data) / self.min_rate, self.patience))
-        return data
+                size += len(piece)
+                if size > self.limit:
+                    return False
+                await run_in_threadpool(file.write, piece)
+                deadline.reschedule(start + min(self.grace + size / self.min_rate, self.patience))
+        await run_in_threadpool(file.flush)
+        return True
 
-    def answer(self, client: str, ticket: str, data: bytearray) -> Response:
-        """Return the answer for an upload."""
+    def answer(self, client: str, ticket: str, samples: str | None, path: Path) -> Response:
+        """Return the answer for an upload: a model with its number of samples, or a payload without `samples`."""
         try:
+            if samples is not None:
+                model = partial(checked, path)
+                return told(self.server.receive_model(ticket, model, samples=int(samples), client=client))
+            data = path.read_bytes()
             if wire.ticket_of(data) != ticket:
                 return refusal(422, "ticket: expected that of the header Ticket-Id")
         except WireError as error:
             return refusal(400, str(error))
+        except ArgumentError as error:  # The rule requires more than a model.
+            return refusal(422, str(error))
         return told(self.server.receive(ticket, partial(wire.unpack, data, spec=self.server.space), client=client))
+
+
+def checked(path: Path) -> Path:
+    """Return the path of an upload if its header is valid. Clients must not see the path, so no error contains it.
+
+    Raises:
+        ArgumentError: if the upload is not a safetensors file.
+    """
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER:  # Parsed JSON needs much more memory than its text.
+        got = f"a header of {length} bytes, which is more than {MAX_HEADER}"
+        raise ArgumentError(f"model: expected a safetensors file, got {got}")
+    try:
+        map_state_dict("model", path)
+    except CheckpointError as error:
+        got = f"an upload that{str(error).removeprefix(f'{path}:')}"
+        raise ArgumentError(f"model: expected a safetensors file, got {got}") from None
+    return path
 
 
 class TicketOpen(Exception):
@@ -248,7 +301,9 @@ def main() -> None:
     else:
         server = Server.of(load_dataset("digits").model(), rule, limits=limits)
     # A path of four float32 models has 16 bytes for each parameter. The rest is a reserve for names and for float64.
-    door = Door(server, limit=32 * server.space.layout.size + 2**16, checkpoint=options.checkpoint)
+    limit = 32 * server.space.layout.size + 2**16
+    folder = options.checkpoint and options.checkpoint.with_name(f"{options.checkpoint.name}.uploads")
+    door = Door(server, limit=limit, checkpoint=options.checkpoint, folder=folder)
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", options.port))
