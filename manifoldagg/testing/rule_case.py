@@ -71,8 +71,8 @@ class RuleCase:
     """Reproducible asynchronous run of a rule, for which laws are checked.
 
     The case determines the start model, the payloads and the order in which tasks return. The number of tasks in flight
-    is always the number of clients. The same run can use the methods of the rule (`direct_run`), a `Server` (`server_run`) or
-    `aggregate` (`aggregate_run`).
+    is always the number of clients. The same run can use the methods of the rule (`direct_run`), a `Server`
+    (`server_run`) or `aggregate` (`aggregate_run`).
 
     Args:
         rule: the rule.

@@ -135,8 +135,8 @@ class Int8(Codec):
 
     Ties round to the even integer. The error of an entry is at most $s_B / 2$, plus floating-point rounding errors.
 
-    Size: $P + b \lceil P / \text{block} \rceil$ bytes for a vector with $P$ entries. A scale has $b$ bytes: 8 for float64
-    vectors, and 4 for other dtypes.
+    Size: $P + b \lceil P / \text{block} \rceil$ bytes for a vector with $P$ entries, where $b$ is 8 for float64
+    vectors and 4 for other dtypes.
 
     Args:
         block: the number of entries of a block. Smaller blocks are more accurate, but need more scales.
