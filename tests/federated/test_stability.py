@@ -168,7 +168,7 @@ def test_a_server_converges_at_the_suggested_rate(m, answer):
 
 
 @pytest.mark.parametrize("m", [3, 10])
-def test_a_server_collapses_in_turn_above_the_limit_and_warns_once(m):
+def test_server_above_the_limit_diverges_and_warns_once(m):
     with pytest.warns(StabilityWarning, match="^rate: ") as caught:
         sizes = train_quadratic(ASGD(1.2 * m * stability_limit(m), overshoot="extend"), m, 40 * m, 0, "in turn")
     assert sizes[-1] > 1e3
@@ -183,7 +183,7 @@ def test_a_server_collapses_in_turn_above_the_limit_and_warns_once(m):
     )
 
 
-def test_a_share_and_a_lost_client_do_not_warn():
+def test_rate_of_kind_share_and_lost_client_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train_quadratic(FedAsync(1.0), 10, 50, 0, "random")
@@ -252,7 +252,7 @@ def test_the_aggregator_warns_as_the_server_does():
     submit(4)
 
 
-def test_a_client_with_several_tasks_is_told_a_lower_rate():
+def test_several_tasks_of_a_client_lower_the_suggested_rate():
     server = Server(Flat(2), FedOrtho(0.5), torch.zeros(2))
     *early, late = [server.dispatch("a") for _ in range(30)][:11]
     for ticket in early:

@@ -32,7 +32,7 @@ def scene(seed, rule, count):
 
 
 @given(seeds)
-def test_a_step_writes_nothing_but_its_memory(seed):
+def test_step_writes_only_to_its_own_memory(seed):
     terms, before, update, buffers, out = scene(seed, AsyncBezier(0.5), 2)
     kept = bits([before, update, buffers])
     after, outcome = step(terms, before, update, buffers, out)
@@ -44,7 +44,7 @@ def test_a_step_writes_nothing_but_its_memory(seed):
     assert bits(again) == bits(after)
 
 
-def test_an_update_that_waits_moves_nothing_but_the_state():
+def test_buffered_update_changes_only_the_state():
     terms, before, update, buffers, out = scene(0, Gathers(2), 1)
     after, outcome = step(terms, before, update, buffers, out)
     assert outcome.model is None
@@ -57,7 +57,7 @@ def test_an_update_that_waits_moves_nothing_but_the_state():
 
 
 @given(seeds)
-def test_what_is_kept_lies_in_memory_of_its_own(seed):
+def test_stored_state_has_its_own_memory(seed):
     class Keeps(Gathers):
         def step(self, space, state, update, *, out=None):
             torch.add(update.points[0], 1, out=out)
@@ -112,7 +112,7 @@ class Answers(Faulty):
         (Faulty(memory=(torch.tensor(NAN),)), "{}: the rule's state would not be finite"),
     ],
 )
-def test_what_a_rule_gets_wrong_is_refused_behind_both(rule, words):
+def test_server_and_aggregate_reject_invalid_result_of_a_rule(rule, words):
     server = Server(SPACE, rule, SPACE.point(MODEL))
     ticket = server.dispatch("a")
     assert server.receive(ticket.id, Payload(torch.ones(1, 4), 1)).reason.startswith(words.format("points"))
@@ -137,7 +137,7 @@ def test_what_a_rule_gets_wrong_is_refused_behind_both(rule, words):
         (Answers(lambda: ({}, Outcome(None, numbers=3))), "rule: numbers: expected a mapping from names to numbers"),
     ],
 )
-def test_a_rule_that_makes_no_model_is_an_error_of_its_owner_behind_both(rule, words):
+def test_rule_without_model_raises_rule_error_in_server_and_aggregate(rule, words):
     server = Server(SPACE, rule, SPACE.point(MODEL))
     with pytest.raises(RuleError, match=words):
         server.receive(server.dispatch("a"), Payload(torch.ones(1, 4), 1))
@@ -165,7 +165,7 @@ EMPTY = (torch.ops.aten.empty_like, torch.ops.aten.empty, torch.ops.aten.new_emp
 
 
 @pytest.mark.parametrize("rule", [FedAsync(0.5), FedOrtho(0.5), AsyncBezier(0.5)], ids=lambda rule: type(rule).__name__)
-def test_a_server_reads_a_model_by_the_kernels_alone_and_copies_it_for_its_client(rule, monkeypatch):
+def test_server_reads_the_model_only_with_kernels(rule, monkeypatch):
     """What they read and write is counted elsewhere; beside them no pass is left, for finiteness or else."""
     size = 1000
     monkeypatch.setattr("manifoldagg.corrections.rows.gram", hidden(kernels.gram))

@@ -99,7 +99,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @settings(max_examples=2)
 @given(seeds)
-def test_the_rule_is_the_plain_transcription_step_for_step(options, seed):
+def test_rule_equals_plain_transcription(options, seed):
     rate, start = Cyclic(0.1, 0.9, 6), draw(seed, P)
     rule = AsyncCurve(N, rate, **options)
     renamed = {{"start": "first"}.get(name, name): value for name, value in options.items()}
@@ -143,7 +143,7 @@ def plain_step(rule, given_, goal):
 @pytest.mark.parametrize("weighted", [False, True])
 @given(seeds, st.floats(0.05, 5.0))
 @settings(max_examples=15)
-def test_every_correction_of_the_control_point_is_its_formula(control, weighted, seed, rate):
+def test_every_correction_of_the_control_point_equals_its_formula(control, weighted, seed, rate):
     base, current = draw(seed, 2, P)
     given_ = Update(0, base, current, base + draw(seed + 1, 2, P), weight=0.4, numbers={"batches": 1.0})
     v, g = given_.points[1] - base, current - base
@@ -171,7 +171,7 @@ def test_a_shift_is_a_rotation_if_the_end_has_the_tangent_correction(seed):
 
 
 @pytest.mark.parametrize("control", ["rotate", "shift", "keep"])
-def test_an_end_that_the_correction_removes_still_has_a_control_point(control):
+def test_control_point_exists_if_the_correction_removes_the_end(control):
     """The displacement is parallel to the drift up to rounding, so the step is computed from vectors."""
     base, current = draw(3, 2, P)
     theirs = base + 2 * (current - base) * (1 + 1e-9 * draw(4, P))
@@ -188,7 +188,7 @@ def test_the_options_satisfy_the_laws_of_rules(options):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_so_it_is_through_every_phase_of_the_correction():
+def test_rule_equals_transcription_in_every_phase_of_the_correction():
     start, memories, phases = draw(0, P), {}, set()
     plain, rule = Plain(start, lambda tau: 0.5), AsyncCurve(N, 0.5)
     state, model = rule.init(SPACE, start), start
@@ -209,7 +209,7 @@ def test_so_it_is_through_every_phase_of_the_correction():
 
 @settings(max_examples=5)
 @given(seeds, st.integers(1, 6), st.integers(0, 3), st.integers(1, 3), st.integers(0, 1))
-def test_periodic_averages_are_those_of_swa_bit_for_bit(seed, periodic, first, cycle, offset):
+def test_periodic_averages_are_bitwise_equal_to_swa(seed, periodic, first, cycle, offset):
     """A rule that overwrites, against one that does not and a loop that asks SWA."""
     swa = SWA(SPACE, start=first, cycle=cycle, offset=offset, periodic=periodic)
     writes, leaves = (AsyncCurve(N, 0.7, start=first, cycle=cycle, offset=offset, periodic=p) for p in (periodic, None))
@@ -227,7 +227,7 @@ def test_periodic_averages_are_those_of_swa_bit_for_bit(seed, periodic, first, c
         assert torch.equal(ours, theirs)
 
 
-def test_a_client_is_warmed_by_the_last_step_of_its_model():
+def test_client_receives_the_last_moments_of_the_server():
     server = Server(SPACE, AsyncCurve(N, 0.5), draw(0, P))
     ticket = server.dispatch("a")
     assert not ticket.message.tensors
@@ -242,7 +242,7 @@ def test_a_client_is_warmed_by_the_last_step_of_its_model():
     assert not server.dispatch("late").message.tensors
 
 
-def test_clients_may_join_late_fail_and_come_back_with_old_tickets():
+def test_clients_may_join_late_fail_and_return_old_tickets():
     server = Server(SPACE, AsyncCurve(N, 0.8), draw(0, P))
     old, lost = server.dispatch("a"), server.dispatch("b")
     server.drop(lost.id)
@@ -258,7 +258,7 @@ def test_clients_may_join_late_fail_and_come_back_with_old_tickets():
 
 
 @pytest.mark.parametrize("correction", [OrthoDC(0.0, granularity="tensor"), OrthoDyn(schedule=lambda tau: "position")])
-def test_other_corrections_of_the_end(correction):
+def test_end_supports_other_corrections(correction):
     base, current, control, end = draw(0, 4, P)
     rule = AsyncCurve(1, 1.0, correction=correction)
     given_ = Update(0, base, current, torch.stack([control, end]), numbers={"batches": 1.0})
@@ -270,7 +270,7 @@ def test_other_corrections_of_the_end(correction):
 
 @settings(max_examples=10)
 @given(seeds)
-def test_single_precision_loses_a_few_roundings(seed):
+def test_single_precision_differs_by_a_few_rounding_errors(seed):
     rule = AsyncCurve(1, 0.4)
     points = draw(seed, 4, P, dtype=torch.float32)
     models = []
@@ -283,7 +283,7 @@ def test_single_precision_loses_a_few_roundings(seed):
     assert (models[0] - models[1]).abs().max() <= 16 * 2**-24 * points.double().abs().max()
 
 
-def test_it_takes_momentum():
+def test_momentum_wraps_asynccurve():
     servers = [Server(SPACE, rule, draw(0, P)) for rule in (AsyncCurve(2, 0.5), Momentum(AsyncCurve(2, 0.5), 0.0))]
     for i in range(4):
         for server in servers:
@@ -293,7 +293,7 @@ def test_it_takes_momentum():
     assert relative(servers[0].model, servers[1].model) <= 1e-14
 
 
-def test_nothing_that_came_in_is_written():
+def test_step_does_not_modify_its_inputs():
     base, current = draw(0, 2, P)
     rule = AsyncCurve(N, 0.5, periodic=2, cycle=2, start=2, offset=1)
     state = rule.init(SPACE, base)
@@ -308,7 +308,7 @@ def test_nothing_that_came_in_is_written():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_doors():
+def test_invalid_options_and_inputs_are_rejected():
     for options, name in (
         ({"clients": 0}, "clients"),
         ({"clients": 1, "rate": 0}, "rate"),
@@ -394,7 +394,7 @@ CLIENTS = {
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("gamma", [0.6, 1.0])
 @pytest.mark.parametrize("case", CLIENTS)
-def test_the_trainer_is_the_plain_transcription_step_for_step(case, gamma):
+def test_trainer_equals_plain_transcription(case, gamma):
     message, options, plain = CLIENTS[case]
     for epochs in (1, 2):
         trainer = client.AsyncCurve(epochs=epochs, rate=0.02, control_rate=0.01, projection=gamma, **options)
@@ -407,7 +407,7 @@ def test_the_trainer_is_the_plain_transcription_step_for_step(case, gamma):
     assert isinstance(trainer, Trainer)
 
 
-def test_the_control_point_bends_and_does_not_run_along_the_chord():
+def test_control_point_does_not_move_along_the_chord():
     payload = client.AsyncCurve(rate=0.1).train(
         SPACE, WARM, loss, PAIRS, None, generator=torch.Generator().manual_seed(0)
     )
@@ -417,7 +417,7 @@ def test_the_control_point_bends_and_does_not_run_along_the_chord():
     assert bend.norm() > 1e-4
 
 
-def test_the_control_rate_is_a_tenth():
+def test_default_control_rate_is_a_tenth_of_the_rate():
     given_, tenth = (
         client.AsyncCurve(rate=0.1, control_rate=rate).train(
             SPACE, WARM, loss, PAIRS, None, generator=torch.Generator().manual_seed(0)
@@ -427,7 +427,7 @@ def test_the_control_rate_is_a_tenth():
     assert torch.equal(given_.points, tenth.points)
 
 
-def test_messages_are_only_read():
+def test_trainer_does_not_modify_the_message():
     kept = copy.deepcopy(WARM)
     client.AsyncCurve().train(SPACE, WARM, loss, PAIRS, None, generator=torch.Generator().manual_seed(0))
     assert all(torch.equal(kept.tensors[name], WARM.tensors[name]) for name in ("m", "v"))
@@ -454,7 +454,7 @@ def test_rule_and_trainer_together_reach_a_shared_minimum():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_the_trainers_doors():
+def test_trainer_rejects_invalid_options_and_messages():
     bad = {"epochs": 0, "rate": 0, "proximal": -1, "control_rate": -1, "betas": (0.9, 1), "eps": -1, "projection": 2}
     for name, value in bad.items():
         with pytest.raises(ArgumentError, match=rf"^{name}(\[1\])?: expected"):

@@ -35,13 +35,13 @@ SHARE = {"heavy": 3, "light": 1}
 POLICIES = {"*running_mean": "average", "*running_var": "latest", "*tracked": "latest"}
 
 
-def test_no_rule_is_left_out():
+def test_golden_cases_and_mutants_cover_every_rule():
     assert not missing({type(rule).__name__ for rule in CASES.values()}, "GOLDEN = {name: an instance}")
     assert not missing(mutated(), "a mutant (a Catalogue of laws, and MUTANTS of it)")
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_what_asks_for_more_than_models_needs_a_server(name):
+def test_rule_that_requires_more_than_models_raises_argument_error(name):
     with pytest.raises(ArgumentError, match=r"requires more than models from clients; use a Server"):
         aggregate(BEYOND[name], None, {}, {}, {})
 
@@ -114,16 +114,16 @@ steps = st.tuples(st.sampled_from(list(SHARE)), st.none() | st.integers(0, 5))
 @pytest.mark.parametrize("name", RULES)
 @settings(max_examples=4)
 @given(seed=seeds, script=st.lists(steps, min_size=8, max_size=20))
-def test_a_sequence_of_updates(name, seed, script):
+def test_aggregate_equals_server_for_random_updates(name, seed, script):
     agree(name, seed % 10**6, script)
 
 
 @pytest.mark.parametrize("name", CURVED)
 @settings(max_examples=2)
 @given(seed=seeds, script=st.lists(steps, min_size=8, max_size=12))
-def test_a_sequence_of_updates_on_a_curved_space(name, seed, script):
+def test_aggregate_equals_server_on_a_curved_space(name, seed, script):
     agree(name, seed % 10**6, script, {"0.weight": Sphere(3)})
 
 
-def test_the_sequences_are_answered():
+def test_random_sequences_contain_accepted_updates():
     assert agree("FedBuff", 3, [("heavy", None), ("light", None), ("heavy", 1), ("light", None), ("light", 0)] * 3) >= 6

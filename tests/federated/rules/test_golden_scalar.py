@@ -34,7 +34,7 @@ def play(rule):
     return first.item(), outcome.model.item()
 
 
-def test_the_papers_answer():
+def test_scalar_example_equals_the_result_of_the_paper():
     assert play(FedBuff(2)) == (1.5, pytest.approx(1.5 + (1 + 4 / 2**0.5) / 2, rel=1e-15))
     assert round(play(FedBuff(2))[1], 4) == 3.4142
 
@@ -47,11 +47,11 @@ def test_the_papers_answer():
         (FedBuff(2, rate=0.5), 0.75 + (1 + 4 * 0.5**0.5) / 4),
     ],
 )
-def test_other_conventions_are_options(rule, answer):
+def test_options_reproduce_other_conventions(rule, answer):
     assert play(rule)[1] == pytest.approx(answer, rel=1e-15)
 
 
-def test_the_front_door_gives_it_too():
+def test_aggregate_gives_the_same_scalar_results():
     rule, zero, state = FedBuff(2), [scalar(0.0)], None
     model, state, numbers = aggregate(rule, state, zero, zero, [scalar(1.0)])
     assert (model[0].item(), numbers["buffered"]) == (0.0, 1)

@@ -210,6 +210,6 @@ class CalibratedTakesTheSentModelForItsHome(Calibrated):
 test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests()
 
 
-def test_every_law_catches_something():
+def test_every_law_catches_a_mutant():
     assert {law for _, laws in MUTANTS.values() for law in laws} == set(LAWS)
     assert {name for changes, _ in MUTANTS.values() for name in changes} == set(RIGHT)

@@ -190,7 +190,7 @@ test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests(
 
 
 @given(seeds, st.floats(0.1, 0.9))
-def test_nesterov_is_torchs(seed, beta):
+def test_nesterov_equals_torch(seed, beta):
     model, state = [draw(seed + 5, *shape) for shape in SHAPES], None
     theirs = [x.clone() for x in model]
     outer = torch.optim.SGD(theirs, lr=0.7, momentum=beta, nesterov=True)
@@ -206,7 +206,7 @@ def test_nesterov_is_torchs(seed, beta):
         assert numbers["norm"] == pytest.approx(moved.norm().item(), rel=1e-9)
 
 
-def test_delayed_nesterov_of_one_is_nesterov():
+def test_delayed_nesterov_with_size_one_equals_nesterov():
     one, _ = ours(DelayedNesterov(1, 0.7, beta=0.8), 3, 6)
     other, _ = ours(Momentum(ASGD(1.0), 0.8, nesterov=True), 3, 1)
     near(
@@ -215,7 +215,7 @@ def test_delayed_nesterov_of_one_is_nesterov():
     )
 
 
-def test_what_agrees_is_kept_and_what_is_weak_is_turned_without_a_change_of_length():
+def test_heloco_keeps_aligned_and_rotates_weakly_aligned_updates():
     rule = HeLoCo()
     assert rule.correction_coefficients(4.0, 1.9, 9.0) == (1.0, 0.0)
     for along in (0.0, 0.3, 1.1):
@@ -228,7 +228,7 @@ def test_what_agrees_is_kept_and_what_is_weak_is_turned_without_a_change_of_leng
     assert rule.correction_coefficients(0.0, 0.0, 9.0) == rule.correction_coefficients(4.0, 0.0, 0.0) == (1.0, 0.0)
 
 
-def test_a_cohort_that_cancels_rests():
+def test_cancelling_cohort_does_not_move_the_model():
     model, state, rule = [torch.zeros(2), torch.zeros(2)], None, RadialDirectional(2)
     for v in ([[1.0, 0.0], [3.0, 0.0]], [[-2.0, 0.0], [0.0, 4.0]]):
         model, state, _ = aggregate(rule, state, model, [torch.zeros(2)] * 2, list(map(torch.tensor, v)))
@@ -259,12 +259,12 @@ def test_a_cohort_that_cancels_rests():
         ),
     ],
 )
-def test_bad_options_are_refused(call, words):
+def test_invalid_options_are_rejected(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
-def test_pseudo_gradients_are_displacements_the_other_way():
+def test_pseudo_gradients_are_negative_displacements():
     space = Flat(9)
     base, current, v = draw(1, 3, 9)
     for rule in (ASGD(0.5), Momentum(FedAvg(1)), HeLoCo(), DelayedNesterov(2), RadialDirectional(1)):
@@ -278,7 +278,7 @@ def test_pseudo_gradients_are_displacements_the_other_way():
         assert relative(*steps) <= 1e-14
 
 
-def test_more_updates_than_the_size_fill_the_sum_and_are_its_mean():
+def test_buffer_above_its_size_is_averaged():
     """As where a state of a larger size goes on under a smaller one."""
     model, state = [torch.zeros(2).double()], None
     rules = [DelayedNesterov(4, 1.0, beta=0.5)] * 3 + [DelayedNesterov(2, 1.0, beta=0.5)] * 3
@@ -296,7 +296,7 @@ def test_more_updates_than_the_size_fill_the_sum_and_are_its_mean():
     [HeLoCo(), HeLoCo(look_ahead=False), DelayedNesterov(), DelayedNesterov(1), DelayedNesterov(3, activation=0.3)],
     ids=repr,
 )
-def test_a_huge_update_does_not_block_later_ones(rule, size):
+def test_huge_update_does_not_block_later_updates(rule, size):
     """The momentum of an accepted update moves the model again and again, and must not make it overflow."""
     server = Server(Flat(4), rule, torch.zeros(4))
     late = [server.dispatch(i) for i in range(40)]

@@ -39,7 +39,7 @@ def test_the_accountant_agrees_with_integration_and_is_below_the_published_bound
     assert 1.0 <= setting.bound / found <= 1.35
 
 
-def test_three_settings_are_published():
+def test_example_has_three_settings():
     assert len(AUDIT.SETTINGS) == 3
 
 

@@ -63,7 +63,7 @@ def fixed_point(mu):
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.5])
-def test_the_trainers_take_the_steps_that_the_closed_form_says(mu):
+def test_trainers_equal_the_closed_form(mu):
     for i in range(CLIENTS):
         x = draw(i, D)
         # Five steps of a few roundings.
@@ -71,7 +71,7 @@ def test_the_trainers_take_the_steps_that_the_closed_form_says(mu):
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.5], ids=["FedAvg", "FedProx"])
-def test_fedavg_rests_at_its_fixed_point_with_trained_clients(mu):
+def test_fedavg_with_trained_clients_stays_at_its_fixed_point(mu):
     rule, model = FedAvg(CLIENTS), fixed_point(mu)
     state = rule.init(SPACE, model)
     for i, weight in enumerate(WEIGHTS):
@@ -88,7 +88,7 @@ def test_fedavg_rests_at_its_fixed_point_with_trained_clients(mu):
 
 @pytest.mark.parametrize("rule", [FedAvg(CLIENTS), FedAvg(CLIENTS, 0.5)], ids=str)
 @pytest.mark.parametrize("mu", [0.0, 0.5])
-def test_fedavg_converges_to_its_fixed_point_as_the_linear_system_says(rule, mu):
+def test_fedavg_converges_to_the_fixed_point_of_the_linear_system(rule, mu):
     model = start = draw(7, D)
     state = rule.init(SPACE, model)
     for _ in range(60):
@@ -136,14 +136,14 @@ def arrivals(rule, rounds, weight=1.0):
 
 
 @pytest.mark.parametrize("staleness", [Constant(), Polynomial(0.5)], ids=str)
-def test_fedasync_runs_into_the_cycle_of_the_linear_system(staleness):
+def test_fedasync_converges_to_the_cycle_of_the_linear_system(staleness):
     expected = cycle(0.4 * staleness(CLIENTS - 1), position=True)
     assert relative(arrivals(FedAsync(0.4, staleness=staleness), 90), expected) <= 1e-10
     assert relative(expected[0], expected[1]) > 1e-3
 
 
 @pytest.mark.parametrize("rule", [ASGD(0.5), FedBuff(1, 0.5, staleness=Constant())], ids=lambda r: type(r).__name__)
-def test_asgd_runs_into_the_cycle_of_the_linear_system(rule):
+def test_asgd_converges_to_the_cycle_of_the_linear_system(rule):
     expected = cycle(0.5, position=False)
     assert relative(arrivals(rule, 90), expected) <= 1e-10
     assert relative(expected[0], expected[1]) > 1e-3

@@ -80,18 +80,18 @@ def interrupted_receives(form, folder, **places):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_interrupted_receive_is_taken_once(form, tmp_path):
+def test_interrupted_receive_applies_update_once(form, tmp_path):
     # What differs in the others is a few lines.
     interrupted_receives(form, tmp_path, skipped=0 if form in ("plain", "averaged", "spilled") else 3)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("form", FORMS)
-def test_an_interrupted_receive_is_taken_once_however_it_came_there(form, tmp_path):
+def test_interrupted_receive_applies_update_once_on_every_call_path(form, tmp_path):
     interrupted_receives(form, tmp_path, deep=True)
 
 
-def test_an_interrupted_dispatch_holds_nothing_that_does_not_expire():
+def test_interrupted_dispatch_retains_only_expiring_tickets():
     def check(scene):
         assert scene.receive(scene.server.dispatch("c")).accepted
         quiet(scene)
@@ -99,7 +99,7 @@ def test_an_interrupted_dispatch_holds_nothing_that_does_not_expire():
     assert everywhere(scene, lambda scene: scene.server.dispatch("c"), check) > 20
 
 
-def test_an_interrupted_drop_is_done_or_can_be_done_again():
+def test_interrupted_drop_is_complete_or_repeatable():
     def check(scene):
         for _ in range(2):
             with suppress(ArgumentError):
@@ -110,7 +110,7 @@ def test_an_interrupted_drop_is_done_or_can_be_done_again():
     assert everywhere(scene, lambda scene: scene.server.drop(scene.ticket.id), check) > 2
 
 
-def test_an_interrupted_expire_can_be_done_again():
+def test_interrupted_expire_is_repeatable():
     def late():
         made = scene()
         made.clock.now = 61.0
@@ -124,7 +124,7 @@ def test_an_interrupted_expire_can_be_done_again():
     assert everywhere(late, lambda scene: scene.server.expire(), check) > 2
 
 
-def test_an_interrupted_close_can_be_done_again(tmp_path):
+def test_interrupted_close_is_repeatable(tmp_path):
     def check(scene):
         scene.server.close()
         assert mapped(tmp_path) == open_files(tmp_path) == []
@@ -133,7 +133,7 @@ def test_an_interrupted_close_can_be_done_again(tmp_path):
     assert everywhere(lambda: scene(memory_limit=0, spill=tmp_path), lambda scene: scene.server.close(), check) > 2
 
 
-def test_an_interrupted_save_leaves_a_whole_file_and_nothing_else(tmp_path):
+def test_interrupted_save_leaves_only_a_complete_file(tmp_path):
     path = tmp_path / "server"
     made = scene()
     made.server.save(path)
@@ -172,12 +172,12 @@ def bombarded(count):
     quiet(made)
 
 
-def test_signals_of_a_timer_during_receive():
+def test_timer_signals_during_receive_apply_each_update_once():
     bombarded(300)
 
 
 @pytest.mark.soak
-def test_thousands_of_signals_of_a_timer_during_receive():
+def test_thousands_of_timer_signals_during_receive_apply_each_update_once():
     bombarded(20_000)
 
 
@@ -197,7 +197,7 @@ def crowded():
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_a_handler_reads_drops_and_dispatches_whatever_it_interrupts(act):
+def test_signal_handler_may_read_drop_and_dispatch_at_any_point(act):
     undisturbed = crowded()
     before = outside(undisturbed.server)
     ACTS[act](undisturbed)
@@ -221,7 +221,7 @@ def test_a_handler_reads_drops_and_dispatches_whatever_it_interrupts(act):
     everywhere(crowded, ACTS[act], check, handler)
 
 
-def test_a_handler_reads_a_state_dict_during_receive():
+def test_signal_handler_may_read_a_state_dict_during_receive():
     net = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))
     space = ParameterSpace.of(net)
 
@@ -246,7 +246,7 @@ def test_a_handler_reads_a_state_dict_during_receive():
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_a_handler_that_receives_is_answered_or_told_why_not(act):
+def test_signal_handler_that_receives_gets_a_receipt_or_an_error(act):
     def make():
         made = crowded()
         made.errors = []
@@ -285,7 +285,7 @@ class Drops:
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_a_finaliser_drops_during_a_collection_at_any_instant(act):
+def test_finaliser_may_drop_a_ticket_during_garbage_collection(act):
     def make():
         made = scene()
         made.mortal = Drops(made.server).ticket
@@ -304,7 +304,7 @@ def test_a_finaliser_drops_during_a_collection_at_any_instant(act):
         gc.enable()
 
 
-def test_collections_at_every_allocation():
+def test_garbage_collection_at_every_allocation_is_safe():
     """What the collector itself begins, wherever that is."""
     made = scene()
     thresholds = gc.get_threshold()
@@ -322,7 +322,7 @@ def test_collections_at_every_allocation():
     quiet(made)
 
 
-def test_a_fork_at_any_instant_of_an_update():
+def test_fork_at_any_point_of_an_update_is_safe():
     """A child reads the model of one version or the other, and its parent never notices."""
 
     def handler(made):

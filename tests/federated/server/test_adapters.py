@@ -118,7 +118,7 @@ RULES = {
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("name", RULES)
-def test_through_a_server_the_adapter_moves_and_nothing_else(name):
+def test_server_changes_only_the_adapter(name):
     rule, trainer = RULES[name]
     model = made(SMALL)
     space = ParameterSpace.of(model)
@@ -150,7 +150,7 @@ def test_through_a_server_the_adapter_moves_and_nothing_else(name):
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("name", [name for name in RULES if name != "AsyncCurve"])
-def test_through_aggregate_frozen_entries_are_bit_identical(name):
+def test_aggregate_leaves_frozen_entries_bit_identical(name):
     """State dicts with all entries: those that no client changed do not change."""
     rule, _ = RULES[name]
     model = made(SMALL)
@@ -172,7 +172,7 @@ def test_through_aggregate_frozen_entries_are_bit_identical(name):
     assert all(not torch.equal(current[n], start[n]) for n in learns)
 
 
-def test_an_adapter_alone_is_a_model_for_aggregate():
+def test_aggregate_accepts_adapter_entries_alone():
     """What need not travel: the same step, bit for bit, on the entries that learn."""
     model = made(SMALL)
     learns = [n for n, parameter in model.named_parameters() if parameter.requires_grad]
@@ -185,7 +185,7 @@ def test_an_adapter_alone_is_a_model_for_aggregate():
     assert same(bits(results[0], learns), bits(results[1], learns))
 
 
-def test_a_frozen_part_in_a_narrow_dtype_stays_as_it_is():
+def test_frozen_part_in_narrow_dtype_is_unchanged():
     model = made(SMALL)
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -204,7 +204,7 @@ def test_a_frozen_part_in_a_narrow_dtype_stays_as_it_is():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_clients_teach_an_adapter_together():
+def test_adapter_learns_from_several_clients():
     model = made(SMALL)
     space = ParameterSpace.of(model)
     loss = space.loss(model, nn.functional.cross_entropy)
@@ -226,7 +226,7 @@ def test_clients_teach_an_adapter_together():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_at_the_papers_size():
+def test_adapter_of_the_papers_size_is_supported():
     """OrthoFL's 753K of DistilBERT: rank 8 on queries and values of six layers, and the two layers of the head."""
     model = made(DISTILBERT)
     space = ParameterSpace.of(model)

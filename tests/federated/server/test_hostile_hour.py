@@ -17,10 +17,10 @@ def run_the_hour(marks):
     assert hour.returncode == 0, hour.stdout
 
 
-def test_an_hour_of_signals():
+def test_server_survives_signals():
     run_the_hour("not soak")
 
 
 @pytest.mark.soak
-def test_a_long_hour_of_signals():
+def test_server_survives_many_signals():
     run_the_hour("soak")

@@ -76,7 +76,7 @@ BOUNDS = {
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_one_liar_moves_the_model_so_far_and_with_a_clip_no_farther(name):
+def test_one_attacker_moves_the_model_by_the_documented_bound(name):
     rule, direction, others, bound = BOUNDS[name]
     for length in (1e-2, 1.0, 4.0):
         assert moved(rule, direction, length, None, others) == pytest.approx(bound(length), rel=1e-9, abs=1e-12)
@@ -123,7 +123,7 @@ def test_limits_bound_each_update_of_a_minority(name, colluders):
 
 
 @pytest.mark.parametrize("colluders", [1, 4])
-def test_claims_of_samples_bound_the_weight_of_a_minority(colluders):
+def test_sample_cap_bounds_the_weight_of_a_minority(colluders):
     server = serve(ASGD(1.0))
     for _ in range(2):
         receipts = [send(server, f"liar-{i}", 1.0, 10**9) for i in range(colluders)]
@@ -132,7 +132,7 @@ def test_claims_of_samples_bound_the_weight_of_a_minority(colluders):
 
 
 @pytest.mark.parametrize("colluders", [1, 3])
-def test_a_buffer_divides_by_its_size(colluders):
+def test_buffer_divides_the_influence_of_attacker_by_its_size(colluders):
     server = Server(
         SPACE, FedBuff(4, 0.5), torch.zeros(4), weights="uniform", limits=ServerLimits(UpdateLimits(clip=2.0))
     )
@@ -144,7 +144,7 @@ def test_a_buffer_divides_by_its_size(colluders):
 
 
 @pytest.mark.parametrize("colluders", [1, 2])
-def test_private_bounds_the_part_of_each_client(colluders):
+def test_private_bounds_the_influence_of_each_client(colluders):
     server = Server(SPACE, Private(FedBuff(4, 0.5), 2.0, 0.0), torch.zeros(4))
     for i in range(colluders):
         send(server, f"liar-{i}", 1e9)
@@ -154,7 +154,7 @@ def test_private_bounds_the_part_of_each_client(colluders):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_a_momentum_repeats_one_update(nesterov):
+def test_momentum_repeats_the_update_of_an_attacker(nesterov):
     server = Server(SPACE, Momentum(ASGD(1.0), 0.5, nesterov=nesterov), torch.zeros(4), weights={"a": 1})
     send(server, "a", 1.0)
     for _ in range(40):
@@ -162,7 +162,7 @@ def test_a_momentum_repeats_one_update(nesterov):
     assert server.model.norm().item() == pytest.approx(2.0)
 
 
-def test_of_fedadam_no_entry_goes_farther_than_its_rate_allows_and_the_square_stays():
+def test_fedadam_bounds_each_entry_and_keeps_the_squared_update():
     rule = FedAdam(1, 0.01)
     limit = 0.01 * (1 - rule.beta1) / math.sqrt(1 - rule.beta2)
     assert moved(rule, ACROSS, 1e6) == pytest.approx(limit, rel=1e-6)
@@ -174,7 +174,7 @@ def test_of_fedadam_no_entry_goes_farther_than_its_rate_allows_and_the_square_st
     assert (outcome.model - BASE).norm() < 1e-7
 
 
-def test_ca2fl_goes_on_moving_by_what_a_liar_said_until_it_answers_again():
+def test_ca2fl_reuses_the_update_of_an_attacker_until_its_next_update():
     rule = CA2FL(1, 0.5, clients=10)
     state = rule.init(SPACE, BASE)
     state, _ = rule.step(SPACE, state, Update("liar", BASE, BASE, (BASE + 1e3 * ACROSS)[None]))
@@ -183,7 +183,7 @@ def test_ca2fl_goes_on_moving_by_what_a_liar_said_until_it_answers_again():
         assert (outcome.model - BASE).norm().item() == pytest.approx(0.5 * 1e3 / 10)
 
 
-def test_a_base_of_the_clients_own_takes_a_clip_in():
+def test_base_sent_by_the_client_defeats_clipping():
     """Who brings the base says what the length is of: FedAsync then goes wherever its model is."""
     current = BASE + DRIFT
     far = BASE + 1e6 * ACROSS
@@ -194,7 +194,7 @@ def test_a_base_of_the_clients_own_takes_a_clip_in():
     assert (outcome.model - current).norm() > 4e5
 
 
-def test_small_lies_add_up_below_a_clip():
+def test_small_malicious_updates_accumulate_below_the_clip():
     rule, model = FedAsync(0.5), BASE
     for _ in range(100):
         update, kept, _ = UpdateLimits(clip=0.5).apply(

@@ -77,7 +77,7 @@ def test_the_space_has_the_shared_part_only():
     assert space.state_dict(space.point(model)).keys() == {"body.weight", "body.bias"}
 
 
-def test_load_leaves_the_personal_part():
+def test_load_keeps_the_personal_part():
     model = model_of(0)
     space, before = (
         ParameterSpace.of(model, personal=PERSONAL),

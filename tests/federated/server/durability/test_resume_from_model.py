@@ -135,7 +135,7 @@ def test_a_space_is_accepted_too(tmp_path):
         (lambda path: Server.resume(path, net(), RULE, replace="yes"), "replace: expected one of True, False; got 'yes'"),
     ],
 )  # fmt: skip
-def test_what_does_not_match_the_checkpoint_is_named(call, message, tmp_path):
+def test_error_names_what_does_not_match_the_checkpoint(call, message, tmp_path):
     path = tmp_path / "server"
     Server.of(net(), RULE).save(path)
     with pytest.raises((ArgumentError, CheckpointError)) as caught:

@@ -78,7 +78,7 @@ def succeeds(work):
 
 
 @given(seeds)
-def test_any_tree_comes_back_from_its_file(tmp_path_factory, seed):
+def test_loaded_tree_equals_the_written_tree(tmp_path_factory, seed):
     big = draw(seed, 4, 3)
     tree = {
         "view": big[1:, ::2],
@@ -102,11 +102,11 @@ def test_any_tree_comes_back_from_its_file(tmp_path_factory, seed):
 
 
 @pytest.mark.parametrize("tree", [None, {"count": 3}, torch.zeros(0, 2), [torch.zeros(0), torch.tensor(1.5)]])
-def test_a_tree_with_few_bytes_comes_back(tmp_path, tree):
+def test_small_tree_is_restored(tmp_path, tree):
     assert bits(Spill(tmp_path).write(tree).load()) == bits(tree)
 
 
-def test_a_tree_made_in_inference_mode_comes_back(tmp_path):
+def test_tree_created_in_inference_mode_is_restored(tmp_path):
     with torch.inference_mode():
         tree = {"m": torch.arange(6.0).view(2, 3).T}
     assert bits(Spill(tmp_path).write(tree).load()) == bits(tree)
@@ -193,7 +193,7 @@ def test_tensors_return_to_their_devices(tmp_path, copies):
 
 
 @needs_maps
-def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+def test_relative_folder_does_not_depend_on_later_working_directory(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     spill = Spill(".")
@@ -205,7 +205,7 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("folder", ["no such folder", 3, b"bytes"])
-def test_a_folder_that_does_not_exist_is_refused(tmp_path, monkeypatch, folder):
+def test_missing_folder_is_rejected(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArgumentError, match="spill: expected an existing folder"):
         MemoryPolicy(spill=folder)
@@ -256,7 +256,7 @@ def test_a_tree_outlives_its_spill(tmp_path):
     assert left(tmp_path) == []
 
 
-def test_a_removed_folder_does_not_concern_the_trees_in_it(tmp_path):
+def test_trees_remain_readable_after_their_folder_is_removed(tmp_path):
     folder = tmp_path / "spill"
     folder.mkdir()
     filed = Spill(folder).write(TREE)
@@ -284,7 +284,7 @@ def test_more_trees_than_descriptors_can_be_spilled(tmp_path):
     assert all(view["m"].eq(count).all() for count, view in enumerate(views))
 
 
-def test_more_trees_than_the_limit_are_refused_until_one_is_released(tmp_path, monkeypatch):
+def test_trees_above_the_limit_are_rejected_until_one_is_released(tmp_path, monkeypatch):
     gc.collect()
     monkeypatch.setattr(module, "MAX_TREES", len(module._SPILLED) + 3)
     spill = Spill(tmp_path)
@@ -354,7 +354,7 @@ def test_one_flipped_bit_is_detected(tmp_path_factory, bit):
 
 
 @given(st.integers(0, LENGTH - 1), st.integers(1, LENGTH))
-def test_a_lost_part_of_a_file_is_detected(tmp_path_factory, start, length):
+def test_lost_part_of_a_file_is_detected(tmp_path_factory, start, length):
     """A disk may return zeros in the place of what was written."""
     spill = Spill(tmp_path_factory.mktemp("spill"))
     filed, other = spill.write(TREE), spill.write(TREE)
@@ -408,7 +408,7 @@ def limited(what, limit):
 @pytest.mark.parametrize(
     ("what", "limit", "number"), [(resource.RLIMIT_FSIZE, 100, errno.EFBIG), (resource.RLIMIT_NOFILE, 0, errno.EMFILE)]
 )
-def test_what_the_system_refuses_is_temporary(tmp_path, what, limit, number):
+def test_exceeded_system_limit_raises_temporary_spill_error(tmp_path, what, limit, number):
     spill = Spill(tmp_path)
     kept = spill.write({"m": torch.ones(1)})
     before = left(tmp_path)
@@ -474,7 +474,7 @@ def test_a_full_device_is_temporary(tmp_path, monkeypatch):
     assert caught.value.temporary
 
 
-def test_a_folder_that_cannot_be_made_is_temporary(tmp_path):
+def test_folder_that_cannot_be_created_raises_temporary_error(tmp_path):
     parent = tmp_path / "away"
     parent.mkdir()
     spill = Spill(parent)
@@ -498,14 +498,14 @@ ODD = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_what_no_file_can_have_is_refused_for_good(tmp_path, kind):
+def test_tensor_that_no_file_can_store_raises_permanent_spill_error(tmp_path, kind):
     with pytest.raises(SpillError, match="spill: a file cannot store a tensor that is") as caught:
         Spill(tmp_path).write([torch.ones(3), {"odd": ODD[kind]()}])
     assert not caught.value.temporary
     assert left(tmp_path) == []
 
 
-def test_a_tensor_of_a_transformation_is_refused_for_good(tmp_path):
+def test_functorch_tensor_raises_permanent_spill_error(tmp_path):
     spill = Spill(tmp_path)
     caught = []
 
@@ -686,7 +686,7 @@ def test_a_child_reads_a_tree_after_its_parent_was_killed(tmp_path):
 
 
 @pytest.mark.soak
-def test_processes_that_start_and_die_at_once_lose_nothing(tmp_path):
+def test_concurrent_processes_that_are_killed_lose_no_tree(tmp_path):
     """Eight at a time, each writing and reading; every other is killed in the middle."""
 
     def work():

@@ -51,7 +51,7 @@ class Forgetful(Adds):
         return state, Outcome(outcome.model, None, outcome.numbers)
 
 
-def test_a_version_is_kept_once_and_freed_with_its_last_ticket():
+def test_version_is_stored_once_and_freed_with_its_last_ticket():
     s = server(Forgetful())
     tickets = [s.dispatch(i) for i in range(20)]
     assert s.memory["versions"] == 0
@@ -65,7 +65,7 @@ def test_a_version_is_kept_once_and_freed_with_its_last_ticket():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_ten_thousand_clients_on_fifty_versions_cost_fifty_models():
+def test_memory_grows_with_versions_instead_of_clients():
     s = server(Forgetful())
     held = []
     for version in range(50):
@@ -80,7 +80,7 @@ def test_ten_thousand_clients_on_fifty_versions_cost_fifty_models():
     assert versions(s) == [49]
 
 
-def test_a_steady_run_allocates_one_model():
+def test_steady_run_allocates_one_model():
     s = server(Forgetful())
     places = set()
     for _ in range(20):
@@ -91,7 +91,7 @@ def test_a_steady_run_allocates_one_model():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @given(seeds)
-def test_a_client_starts_from_exactly_the_base_that_is_kept(dtype, seed):
+def test_client_starts_exactly_from_the_stored_base(dtype, seed):
     seen = []
 
     class Watches(Adds):
@@ -116,7 +116,7 @@ def test_a_client_starts_from_exactly_the_base_that_is_kept(dtype, seed):
     assert s.model.dtype == torch.float32
 
 
-def test_rounded_bases_leave_a_drift():
+def test_rounded_base_gives_a_fresh_update_a_drift():
     """What the narrow dtype costs: a fresh update has a drift, the rounding of its base."""
     start = torch.full((P,), 1.0 + 2**-12)
     receipts = []
@@ -128,7 +128,7 @@ def test_rounded_bases_leave_a_drift():
     assert rounded == pytest.approx(1.0)
 
 
-def test_a_version_that_overflows_the_narrow_dtype_is_kept_as_it_is():
+def test_version_that_overflows_the_narrow_dtype_is_stored_unrounded():
     start = torch.full((P,), 1e6)
     s = server(Forgetful(), start, base_dtype=torch.float16)
     ticket = s.dispatch("a")
@@ -143,7 +143,7 @@ def test_a_version_that_overflows_the_narrow_dtype_is_kept_as_it_is():
     st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=25),
     st.sampled_from([0, 30, 60]),
 )
-def test_a_memory_limit_changes_where_things_are_and_nothing_else(seed, script, limit):
+def test_memory_limit_does_not_change_the_results(seed, script, limit):
     plain, tight, open_ = server(AsyncMemory(0.5)), server(AsyncMemory(0.5), memory_limit=limit), {}
     for i, (client, answers, retain_base) in enumerate(script):
         if client not in open_:
@@ -235,7 +235,7 @@ def test_a_deleted_server_leaves_no_file(tmp_path):
     assert mapped(tmp_path) == []
 
 
-def test_what_cannot_be_written_stays_in_memory_until_it_can(tmp_path, caplog, monkeypatch):
+def test_unwritable_tree_stays_in_memory(tmp_path, caplog, monkeypatch):
     s = server(memory_limit=0, spill=tmp_path)
     ticket = s.dispatch("a")
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_written_stays_in_memory_until_it_can(tmp_path, caplog, m
     assert (s.memory["clients"], s.memory["spilled"]) == (0, 2 * MODEL)
 
 
-def test_one_tree_that_no_file_can_have_blocks_no_other(tmp_path, caplog):
+def test_unspillable_tree_does_not_block_other_trees(tmp_path, caplog):
     class Odd(Adds):
         def step(self, space, state, update, *, out=None):
             state, outcome = super().step(space, state, update, out=out)
@@ -270,7 +270,7 @@ def test_one_tree_that_no_file_can_have_blocks_no_other(tmp_path, caplog):
     assert s._state.value.store.load(("client", "odd"))["odd"].is_sparse
 
 
-def test_a_dispatch_whose_file_was_altered_leaves_no_trace_and_stops_nobody_else(tmp_path):
+def test_dispatch_with_damaged_file_fails_without_side_effects(tmp_path):
     s = server(memory_limit=0, spill=tmp_path)
     forward(s)
     late = s.dispatch("walker")
@@ -287,7 +287,7 @@ def test_a_dispatch_whose_file_was_altered_leaves_no_trace_and_stops_nobody_else
     forward(s, "another")
 
 
-def test_a_base_that_is_lost_stops_no_dispatch_of_the_same_version(tmp_path):
+def test_lost_base_does_not_block_dispatch_of_the_same_version(tmp_path):
     s = server(FedBuff(size=2), memory_limit=0, spill=tmp_path, base_dtype=torch.bfloat16)
     late = s.dispatch("late")
     forward(s)
@@ -298,7 +298,7 @@ def test_a_base_that_is_lost_stops_no_dispatch_of_the_same_version(tmp_path):
     assert "altered" in s.receive(late, Payload(torch.ones(1, P), 1)).reason
 
 
-def test_a_tree_that_goes_while_it_is_written_leaves_no_file(tmp_path, monkeypatch):
+def test_tree_released_while_it_is_written_leaves_no_file(tmp_path, monkeypatch):
     s = server(Forgetful(), memory_limit=0, spill=tmp_path)
     ticket, write = s.dispatch("a"), Spill.write
 
@@ -314,7 +314,7 @@ def test_a_tree_that_goes_while_it_is_written_leaves_no_file(tmp_path, monkeypat
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_spilling_asks_nobody_but_who_goes():
+def test_spilling_only_visits_the_spilled_trees():
     """However many are in files already, or have nothing to write."""
     counts = []
     filed = Spill().write(torch.ones(1))
@@ -347,7 +347,7 @@ KEYS = [("version", 0), ("version", 1), ("base", 0), ("client", "a"), ("client",
 
 
 @given(st.lists(st.tuples(st.lists(st.sampled_from(KEYS)), st.lists(st.sampled_from(KEYS), unique=True)), max_size=8))
-def test_one_replacement_is_the_same_as_single_steps(script):
+def test_one_replacement_equals_several_single_steps(script):
     trees = {key: InMemoryTree(torch.ones(i)) for i, key in enumerate(KEYS)}
     trees["base", 0] = Spill().write(torch.ones(3))
     store = single = Store()
@@ -368,7 +368,7 @@ def test_one_replacement_is_the_same_as_single_steps(script):
         assert {kind: store.used_bytes.get(kind, 0) for kind in by_kind} == by_kind
 
 
-def test_a_replacement_that_cannot_be_made_changes_nothing():
+def test_failed_replacement_changes_nothing():
     store = Store().retain(("version", 0), InMemoryTree(torch.ones(1)))
     for released, retained in (([("version", 1)], {}), ([("version", 0)] * 2, {}), ([], {("version", 1): None})):
         with pytest.raises(KeyError):
@@ -400,7 +400,7 @@ print(resident() - before, server.memory["spilled"] / 2**20)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux says what is resident")
-def test_the_limit_bounds_the_process_and_not_only_the_books(tmp_path):
+def test_memory_limit_bounds_the_memory_of_the_process(tmp_path):
     """Ninety versions of one million bytes go to files; without returning what they leave the process holds most."""
     command = [sys.executable, "-c", RESIDENT, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
