@@ -1,4 +1,4 @@
-"""What goes wrong between a program and its disk: calls that fail, do half of what they should, or are the last ones."""
+"""Simulated faults of a disk: calls that fail, calls that write only a part, and processes that are killed."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ CALLS = ("open", "fstat", "write", "lseek", "fsync", "link", "replace", "unlink"
 
 
 class Killed(BaseException):
-    """Nothing is done from here on."""
+    """Exception that ends a simulated process. After it, the process does nothing."""
 
 
 class Disk:
@@ -34,7 +34,7 @@ class Disk:
         return (lambda *given: self._call(name, call, given)) if name in CALLS else call
 
     def bury(self):
-        """What the system does for a process that was killed: its files are closed, its locks are gone."""
+        """Release the files and locks of a simulated killed process, as the operating system does."""
         for file in self._open:
             with suppress(OSError):
                 os.close(file)
@@ -63,9 +63,9 @@ class Disk:
 
 
 def each(run, faults=(errno.ENOSPC, errno.EACCES, "short", "killed", "torn")):
-    """Every fault at every call that `run(disk)` makes: the disks, one after another, where it did not finish.
+    """Yield a disk for every fault at every call that `run(disk)` makes, if the run does not finish.
 
-    What is killed has been buried.
+    The files and locks of a killed process have already been released by `bury`.
     """
     sound = Disk()
     run(sound)

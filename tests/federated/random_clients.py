@@ -1,4 +1,4 @@
-"""The life of a server, drawn at random: clients that join late, leave, come back with old tickets, fail and lie."""
+"""Random run of a server with clients that join late, leave, return old tickets, fail, and send invalid updates."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ SPACE = Flat(SIZE)
 
 @dataclass(frozen=True)
 class Sent:
-    """A client was sent to work."""
+    """Event: the server dispatched a task to a client."""
 
     client: int
     message: Message
@@ -23,7 +23,10 @@ class Sent:
 
 @dataclass(frozen=True)
 class Came:
-    """An update was taken: from where the client started, to where it came, and the server's model after it."""
+    """Event: the server received an update.
+
+    It contains the client's start model and points, and the server's model after the update.
+    """
 
     client: int
     base: torch.Tensor
@@ -71,5 +74,5 @@ def life(rule, seed, events=40, clients=5, **options):
 
 
 def arrivals(rule, seed, **options):
-    """The updates of a life."""
+    """Return the updates of a random run."""
     return [event for event in life(rule, seed, **options) if isinstance(event, Came)]

@@ -1,4 +1,4 @@
-"""Buffers and dtypes: a policy for each, the same in the server and in `aggregate`."""
+"""Tests of buffers and dtypes: the policy of each buffer acts in the same way in the server and in `aggregate`."""
 
 import pickle
 from dataclasses import replace
@@ -80,7 +80,7 @@ def test_buffer_policies_match_names_and_patterns():
 
 
 class Positions(nn.Module):
-    """A module whose forward pass needs its integer buffers: of positions and of batches."""
+    """Module whose forward pass needs its integer buffers for positions and batch counts."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ def test_counters_never_decrease(size, policy):
 
 
 def test_counters_have_a_largest_value():
-    """Beyond it the client's next batch would make the counter negative."""
+    """Above the limit, the client's next batch would make the counter negative."""
     model = nn.BatchNorm1d(2)
     server = Server.of(model, FedAsync(0.5))
     state = model.state_dict() | {"num_batches_tracked": torch.tensor(2**63 - 1)}
@@ -245,7 +245,7 @@ def test_accumulate_rejects_buffers_with_other_policies():
 
 
 class Counted(TorchDispatchMode):
-    """Counts the operators that read or write entries."""
+    """Counter of the operators that read or write entries."""
 
     def __init__(self):
         super().__init__()
@@ -257,7 +257,7 @@ class Counted(TorchDispatchMode):
 
 
 def test_number_of_operators_does_not_grow_with_the_buffers():
-    """What there is of one dtype is checked, added and copied as one vector."""
+    """All buffers of one dtype are checked, added and copied as one vector."""
     counts = []
     for layers in (1, 50):
         net = nn.Sequential(nn.Linear(2, 2), *(nn.BatchNorm1d(2, affine=False) for _ in range(layers)))

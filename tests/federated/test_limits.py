@@ -1,4 +1,4 @@
-"""What the intake scales back, and what it refuses for its direction."""
+"""Tests of update limits: clipping, and rejection by norm or direction."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ P = 7
 
 
 def life(rule, updates, update_limits=None, count=1):
-    """Receipts of updates that come two late, and the server."""
+    """Return the receipts of updates with staleness 2, and the server."""
     server = Server(Flat(P), rule, torch.zeros(P), weights="uniform", limits=update_limits or ServerLimits())
     tickets = [server.dispatch(i) for i in range(3)]
     receipts = []
@@ -40,7 +40,7 @@ def test_rule_receives_only_the_clipped_update(name, seed, exponent):
     moves = [draw(seed + i, count, P, dtype=torch.float32, scale=3.0**i / 9) for i in range(6)]
 
     def formula(move):
-        """Base plus lambda times displacement, in float64, rounded once."""
+        """Return the base plus lambda times the displacement, computed in float64 and rounded once."""
 
         def points(base):
             reached = (base + move).double()
@@ -80,7 +80,7 @@ SPACES = {
 
 
 def points_on(space, seed, count, reach=0.3):
-    """A base, and points at most `reach` from it."""
+    """Return a base, and points at a distance of at most `reach`."""
     generator = torch.Generator().manual_seed(seed)
     base = space.random_point(generator=generator, dtype=torch.float64)
     starts = base.expand(count, *base.shape)
@@ -127,7 +127,7 @@ def test_running_median_uses_clipped_norms():
 
 
 def captured(update_limits, move, honest=9, updates=51):
-    """A server to which nine clients and one attacker have sent updates, the attacker the last 51."""
+    """Return a server that received updates from nine clients and one attacker, who sent the last 51."""
     server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), limits=ServerLimits(update_limits))
     for i in range(honest):
         assert send(server, f"ward-{i}", 1.0).accepted
@@ -168,7 +168,10 @@ def test_a_client_does_not_set_its_own_limit():
 
 @pytest.mark.parametrize("size", [1e-6, 1e6])
 def test_the_window_recovers_from_a_majority_of_attackers(size):
-    """Names that are gone had set the limit: each refused update counts as the limit, so that it grows again."""
+    """Clients that have left had determined the limit.
+
+    Each rejected update counts as the limit, so the limit grows again.
+    """
     limits = UpdateLimits(norm_factor=10.0, clip_factor=1e9)
     server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), limits=ServerLimits(limits))
     for i in range(11):

@@ -36,7 +36,7 @@ def model_of(seed, dtype, scale=1.0):
 
 
 def run(rule, seed, dtype, steps=5, **options):
-    """The models, states and metrics of some stale steps."""
+    """Return the models, states and metrics of several stale steps."""
     models, state, found = [model_of(seed, dtype)], None, []
     for i in range(steps):
         base = models[max(0, len(models) - 3)]
@@ -111,7 +111,7 @@ def test_a_model_that_would_overflow_is_rejected(in_place):
 
 @dataclass(frozen=True)
 class Renamed(ASGD):
-    """A wrapper that forgets the rest of a linear step."""
+    """Wrapper rule that does not forward the linear step."""
 
     def plan(self, space, state, update):
         after, outcome = super().plan(space, state, update)

@@ -1,4 +1,7 @@
-"""Trees: walked in one order, each storage counted once, set apart where memory is shared."""
+"""Tests of functions for trees.
+
+They cover traversal in a fixed order, sizes without repeated storages, and copies of shared memory.
+"""
 
 import pytest
 import torch
@@ -37,7 +40,7 @@ def test_tree_functions_traverse_compare_and_unalias():
 
 
 class Pool(TorchDispatchMode):
-    """What of torch's work on many entries is shared among its threads: the operators that take or give that many."""
+    """Recorder of torch operators with so many entries that torch distributes them over threads."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rates that follow the version, and weights that follow the staleness."""
+"""Tests of rates that depend on the version, and of weights that depend on the staleness."""
 
 import math
 import re
@@ -175,7 +175,7 @@ def test_invalid_step_size_raises_rule_error():
 
 
 class Once:
-    """A schedule with a state: every call is counted, the first says what cannot be used."""
+    """Schedule with a state. It records its calls. The first call returns a given value, and later calls return 0.5."""
 
     def __init__(self, first):
         self.first = first

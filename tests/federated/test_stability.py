@@ -1,4 +1,4 @@
-"""The stability limit of delayed steps, the rates that are suggested, and the warning beyond the limit."""
+"""Tests of the stability limit of delayed steps, the suggested rates, and the warning above the limit."""
 
 import math
 import re
@@ -35,7 +35,10 @@ pytestmark = pytest.mark.usefixtures("as_shipped")
 
 
 def growth_of_second_moments(rho, m, k):
-    """The spectral radius of E[z zᵀ] → E[M z zᵀ Mᵀ] for z = (x, b₁, …, b_m), by enumeration of all sets of k clients."""
+    """Return the spectral radius of E[z zᵀ] → E[M z zᵀ Mᵀ] for z = (x, b₁, …, b_m).
+
+    The function enumerates all sets of k clients.
+    """
     total = np.zeros(((m + 1) ** 2,) * 2)
     chosen_sets = list(combinations(range(1, m + 1), k))
     for chosen in chosen_sets:
@@ -67,7 +70,7 @@ def test_the_limit_falls_with_the_concurrency_and_rises_with_the_buffer(m, k):
 
 
 def growth_in_fixed_order(rho, m):
-    """The spectral radius of x' = x - ρ x_{t-m+1}."""
+    """Return the spectral radius of x' = x - ρ x_{t-m+1}."""
     step = np.eye(m, k=-1)
     step[0, 0] += 1
     step[0, m - 1] -= rho
@@ -145,7 +148,7 @@ def test_impossible_numbers_are_rejected():
 
 
 def train_quadratic(rule, m, steps, seed, answer):
-    """Run a server whose clients all train to the minimum 0, in random order; return |x| after each step."""
+    """Run a server whose clients train to the minimum 0 and return in random order. Return |x| after each step."""
     server = Server(Flat(1), rule, torch.ones(1, dtype=torch.float64), weights="uniform")
     order = np.random.default_rng(seed)
     tickets = [server.dispatch(client) for client in range(m)]
@@ -201,7 +204,7 @@ def test_rate_of_kind_share_and_lost_client_do_not_warn():
 
 @pytest.mark.parametrize("weights", ["observed", dict.fromkeys(range(1, 10), 10) | {0: 1000}])
 def test_a_single_client_with_many_samples_does_not_warn(weights):
-    """Its own step is above the limit, but not that of an average client."""
+    """The step of this client is above the limit, but the step of an average client is not."""
     m = 10
     with warnings.catch_warnings():
         warnings.simplefilter("error")

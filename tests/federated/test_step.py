@@ -1,4 +1,4 @@
-"""The step: pure but for the memory it is lent, and the same behind a server and behind `aggregate`."""
+"""Tests of the step: it modifies only its output memory, and is the same in a server and in `aggregate`."""
 
 import pytest
 import torch
@@ -23,7 +23,10 @@ SPACE = ParameterSpace.of_state_dict(MODEL, buffer_policy=["mean"])
 
 
 def scene(seed, rule, count):
-    """What a step takes: its terms, what it meets, an update of `count` points, buffers, and memory for the model."""
+    """Return the inputs of a step.
+
+    They are its configuration, the state, an update of `count` points, buffers, and memory for the model.
+    """
     base, current, *points = draw(seed, 2 + count, 4, dtype=torch.float32)
     kept, brought = draw(seed + 1, 2, 2, dtype=torch.float32)
     before = ModelState(current, rule.init(SPACE, current), PackedBuffers.of({"mean": "average"}, {"mean": kept}))
@@ -76,7 +79,7 @@ def test_stored_state_has_its_own_memory(seed):
 
 
 class Faulty:
-    """Answers with this state, model and memory."""
+    """Rule that returns a given state, model and memory."""
 
     cohort = 1
 
@@ -94,7 +97,7 @@ class Faulty:
 
 
 class Answers(Faulty):
-    """With whatever it is told to make."""
+    """Rule whose step returns the result of a given function."""
 
     def __init__(self, answer):
         self.make = answer
@@ -146,7 +149,7 @@ def test_rule_without_model_raises_rule_error_in_server_and_aggregate(rule, word
 
 
 class Large(TorchDispatchMode):
-    """The operators of torch that read or write as many entries as a model has."""
+    """Recorder of the torch operators that read or write as many entries as a model has."""
 
     def __init__(self, size):
         super().__init__()
@@ -166,7 +169,10 @@ EMPTY = (torch.ops.aten.empty_like, torch.ops.aten.empty, torch.ops.aten.new_emp
 
 @pytest.mark.parametrize("rule", [FedAsync(0.5), FedOrtho(0.5), AsyncBezier(0.5)], ids=lambda rule: type(rule).__name__)
 def test_server_reads_the_model_only_with_kernels(rule, monkeypatch):
-    """What they read and write is counted elsewhere; beside them no pass is left, for finiteness or else."""
+    """Another test counts the memory traffic of the kernels.
+
+    This test checks that there is no further pass, such as a finiteness check.
+    """
     size = 1000
     monkeypatch.setattr("manifoldagg.corrections.rows.gram", hidden(kernels.gram))
     monkeypatch.setattr("manifoldagg.corrections.rows.combine", hidden(kernels.combine))
@@ -181,7 +187,7 @@ def test_server_reads_the_model_only_with_kernels(rule, monkeypatch):
 
 
 def hidden(kernel):
-    """A kernel whose own operators, where it is written in torch, are not seen."""
+    """Return a kernel whose inner torch operators are hidden from the recorder."""
 
     def call(*args, **named):
         with _disable_current_modes():

@@ -1,4 +1,4 @@
-"""Receipts: plain values that JSON takes, and that say again what was refused."""
+"""Tests of receipts: JSON can represent them, and `check` raises the reason of a rejection."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def payload(value=1.0):
 
 
 def receipts():
-    """Of every kind: taken, waiting, taken on a drift, refused."""
+    """Return one receipt of each kind: accepted, buffered, accepted with a drift, and rejected."""
     s = server(FedAsync())
     stale = s.dispatch("a")
     yield s.receive(s.dispatch("a"), payload())

@@ -1,4 +1,4 @@
-"""Weights: shares of the data as the server states them."""
+"""Tests of weights: the shares of the data that the server assigns to clients."""
 
 import math
 import statistics
@@ -54,7 +54,7 @@ def test_observed_weights_follow_the_reported_samples():
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 10**9)), max_size=40))
 def test_observed_weights_equal_their_formula(script):
-    """Zero samples: a dispatch without an answer."""
+    """In the script, zero samples stand for a dispatch without an update."""
     weights, told, registered = Weights.of("observed", None), {}, set()
     for client, samples in script:
         weights = weights.with_client(client)
@@ -87,7 +87,7 @@ def test_rejected_update_does_not_change_observed_weights():
 @pytest.mark.parametrize("weights", ["observed", {"a": 1, "b": 99}, "uniform"])
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_the_mean_of_a_cohort_does_not_depend_on_the_order(weights, order):
-    """Each $w_i$ of `"observed"` is of the total that was known when it came."""
+    """With `"observed"`, each $w_i$ is relative to the total that was known when the update arrived."""
     s = Server(Flat(1), FedAvg(2), torch.zeros(1), weights=weights)
     tickets, points, samples = {c: s.dispatch(c) for c in "ab"}, {"a": 100.0, "b": 0.0}, {"a": 1, "b": 99}
     for client in order:
@@ -135,7 +135,10 @@ def test_huge_first_sample_count_does_not_suppress_other_clients():
 @pytest.mark.parametrize("liar_at", range(5))
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_one_sample_count_is_capped_in_a_small_federation(count, liar_at):
-    """Whenever the claim comes, each of n others keeps 1 / (factor + n) of their weight, also in its first update."""
+    """Each of the n other clients keeps 1 / (factor + n) of its weight.
+
+    This holds whenever the huge count arrives, also for the first update of a client.
+    """
     s = server()
     names = [f"ward-{i}" for i in range(count)]
     liar = names[min(liar_at, count - 1)]
@@ -158,7 +161,7 @@ def test_one_of_two_other_clients_cannot_raise_the_cap():
 
 @pytest.mark.parametrize("first", ["liars", "honest"])
 def test_colluding_sample_counts_of_a_minority_are_capped(first):
-    """Also if the colluders are the first to report, so that at first there is no honest count to compare with."""
+    """This also holds if the colluding clients report first, when there is no honest count to compare with."""
     s, count, colluders = server(), 20, 9
     names = [f"liar-{i}" for i in range(colluders)] + [f"ward-{i}" for i in range(count - colluders)]
     for name in names if first == "liars" else reversed(names):

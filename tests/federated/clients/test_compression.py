@@ -1,4 +1,4 @@
-"""Codecs and error feedback: what is transmitted and the residual sum to the input, and a server decodes updates."""
+"""Tests of codecs and error feedback: accuracy, sizes, invalid encodings, and decoding in a server."""
 
 from functools import partial
 
@@ -32,7 +32,10 @@ def decoded(codec, tensors, like):
 
 
 def transmitted_and_residual_are_the_input(make, codec, seed, size, exponents, dtype):
-    """Check c + e = v bit by bit for updates of several sizes, where v is the update plus the residual before it."""
+    """Check that c + e equals v bitwise for updates of several sizes.
+
+    v is the update plus the previous residual, c is the decoded update, and e is the new residual.
+    """
     feedback, residual = make(codec), None
     for i, exponent in enumerate(exponents):
         update = vector(seed + i, size, exponent, dtype)

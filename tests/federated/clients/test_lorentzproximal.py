@@ -1,4 +1,4 @@
-"""FedMRUR's proximal term against 50 digits."""
+"""Tests of FedMRUR's proximal term against arithmetic with 50 digits."""
 
 import mpmath
 import pytest
@@ -15,7 +15,10 @@ TERM = LorentzProximal(0.3, 0.7, 1.5)
 
 
 def exactly(term, theta, base):
-    """Value and gradient as printed: the Minkowski form of the difference of two lifted points."""
+    """Return the value and the gradient by the printed formula.
+
+    The formula is the Minkowski form of the difference of two lifted points.
+    """
     with mpmath.workdps(50):
         mu, sigma, beta = (mpmath.mpf(x) for x in (term.weight, term.variance, term.offset))
         x, y = ([mpmath.mpf(v) for v in t.tolist()] for t in (theta, base))
@@ -27,7 +30,7 @@ def exactly(term, theta, base):
 
 
 def radial(seed):
-    """Along a ray, where the two squares cancel."""
+    """Return two points on a ray from 0, for which the two squares in the formula cancel."""
     base = draw(seed, 7)
     return (1 + 1e-3) * base, base
 
@@ -74,7 +77,7 @@ def test_the_gradient_is_the_derivative_of_the_value(seed):
 @settings(max_examples=10)
 @given(seeds)
 def test_term_equals_its_quadratic_approximation_to_second_order(seed):
-    """To second order; the next is of third order in the step."""
+    """The difference between the term and its quadratic approximation is of third order in the step."""
     base, step = draw(seed, 6), draw(seed + 1, 6)
     for h in (1e-3, 1e-4):
         square = (step @ step - (step @ base) ** 2 / (TERM.offset + base @ base)) * h * h

@@ -1,4 +1,4 @@
-"""What a trainer says its task costs is what it does: gradients are counted, for every trainer that there is."""
+"""Tests that `num_steps` predicts the number of gradients that every trainer computes."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ PAIRS = {
 
 
 def counted(trainer, message, batches):
-    """How many gradients a task takes."""
+    """Return the number of gradients that a task computes."""
     count = 0
 
     def loss(theta, batch):

@@ -1,4 +1,4 @@
-"""Trainers whose rates and steps change with the version are the same trainers with those rates and steps."""
+"""Tests that `Scheduled` equals the inner trainer with the scaled rates and numbers of steps."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Trainers: thin clients over `fit`, on flat and curved spaces."""
+"""Tests of trainers on flat and curved spaces against `fit` and plain training loops."""
 
 from dataclasses import replace
 from functools import partial
@@ -91,7 +91,7 @@ def test_trainers_compare_by_value():
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("make", [clients.Local, clients.Curve, clients.Proximal, clients.FLOCO, clients.Trajectory])
 def test_invalid_options_are_rejected_by_the_constructor(make):
-    """By the name they have there, before anything is trained."""
+    """The error message contains the name that the option has in the constructor."""
     bad = {"rate": -1.0, "proximal": -1.0, "sharpness": SAM}
     if make is clients.Curve:
         bad |= {"degree": 0, "epochs": 3, "steps": (1,), "control_rate": 0, "control_start": "moon"}
@@ -115,7 +115,7 @@ TERM = clients.LorentzProximal(0.3, 0.7, 1.5)
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_local_training_with_lorentz_term_equals_plain_loop(optimizer):
-    """FedMRUR: the term is differentiated by autograd here, and in closed form by the trainer."""
+    """The plain loop differentiates the term of FedMRUR with autograd. The trainer uses the closed form."""
     theta = torch.nn.Parameter(START.clone())
     descent = optimizer([theta], lr=0.05)
     for batch in [*PAIRS, *PAIRS]:
@@ -128,7 +128,7 @@ def test_local_training_with_lorentz_term_equals_plain_loop(optimizer):
 
 @pytest.mark.parametrize("samples", [1, 3])
 def test_curve_with_lorentz_term_equals_plain_loop(samples):
-    """The term is evaluated at the sampled points of the curve, as the loss is."""
+    """The term is evaluated at the same sampled points of the curve as the loss."""
     trainer = clients.Curve(
         epochs=(1, 2), optimizer=torch.optim.SGD, rate=0.05, proximal=TERM, sampling="quadrature", samples=samples
     )
@@ -151,7 +151,7 @@ def test_curve_with_lorentz_term_equals_plain_loop(samples):
 
 
 def test_every_trainer_with_a_proximal_option_accepts_the_term():
-    """The weight 0 is no term, and another weight changes the result."""
+    """A term with the weight 0 changes nothing, and a term with another weight changes the result."""
     for make in (clients.Local, clients.Proximal, clients.Curve, clients.Trajectory, clients.AsyncCurve):
         without, nothing, something = (
             trained(make(rate=0.1, proximal=given)) for given in (0.0, clients.LorentzProximal(0.0), TERM)
@@ -190,7 +190,7 @@ def curved_loss(theta, batch):
 
 
 def by_hand(optimizer, mu, steps=4):
-    """The loop, with the distance of the space followed by autograd."""
+    """Run the training loop with autograd through the distance of the space."""
     theta = torch.nn.Parameter(HOME.clone())
     descent = optimizer([theta])
     for _ in range(steps):
@@ -340,7 +340,10 @@ def test_paired_cases_cover_every_trainer():
 
 @pytest.mark.parametrize("name", PAIRED)
 def test_every_trainer_returns_the_requested_buffers(name):
-    """Statistics of the end, or of the way where that is a way of models; what layers in evaluation have stays."""
+    """The statistics belong to the returned model, or to the models of the training path.
+
+    Layers in evaluation mode keep their statistics.
+    """
     rule, trainer = PAIRED[name]
     net = network(frozen=True)
     space = ParameterSpace.of(net)
@@ -368,7 +371,7 @@ def test_every_trainer_returns_the_requested_buffers(name):
 
 
 def test_tasks_with_a_shared_loss_are_independent():
-    """What a client computes is fixed when it is dispatched, its statistics too."""
+    """The result of a task, including its statistics, depends only on its own message."""
     net = network()
     space = ParameterSpace.of(net)
     server = Server(space, rules.FedAsync(0.5), InitialModel(space.point(net), space.buffers(net)))

@@ -1,4 +1,4 @@
-"""The trainer that sends its way: what `Local` sends, and least squares on the iterates that it went through."""
+"""Tests of the trainer that returns its training path: it ends like `Local`, and fits the iterates by least squares."""
 
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ def sent(trainer, space=SPACE, message=None, objective=loss, batches=PAIRS):
 
 
 def iterates(kind, steps):
-    """θ_0, …, θ_K, kept."""
+    """Return the stored iterates θ_0, …, θ_K of a training run."""
     seen = [START]
     local = Local(steps=steps, **KINDS[kind])
     options = local._options()
@@ -90,7 +90,7 @@ def test_trajectory_needs_no_additional_gradients():
 
 
 class Stream(IterableDataset):
-    """Without a length."""
+    """Batches without a length."""
 
     def __iter__(self):
         return iter([(x, y) for inputs, targets in PAIRS for x, y in zip(inputs, targets, strict=True)])
@@ -134,7 +134,7 @@ def test_progress_is_returned_on_request():
 
 
 def test_server_follows_the_trajectory():
-    """Where the first of four pieces ends, a client would be that trains for a quarter of the steps."""
+    """A quarter of the path of four pieces ends at the model of a client that trains for a quarter of the steps."""
     training = {"optimizer": torch.optim.SGD, "rate": 0.05}
     server = Server(SPACE, rules.AsyncBezier(rate=0.25, pull_back="none", normalise=True, polygon=True), START)
     ticket = server.dispatch(0)
@@ -176,7 +176,7 @@ def test_points_stay_on_a_curved_space():
 
 
 def test_quadratic_fit_of_gradient_descent_equals_closed_form():
-    """On ½ λ x² the iterates are qᵏ, q = 1 − ηλ, and φ₁ is a ratio of sums."""
+    """For the loss λ x² / 2, the iterates are qᵏ with q = 1 − ηλ, and φ₁ is a ratio of sums."""
     space = Flat(1)
     steps, rate = 20, 0.1
     k = torch.arange(steps + 1, dtype=torch.float64)

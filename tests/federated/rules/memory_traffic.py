@@ -23,7 +23,7 @@ CHUNK = SIZE // 8
 
 @dataclass
 class Words:
-    """The entries read, written and made, in words a parameter, and the passes of the kernels."""
+    """The numbers of words per parameter that are read, written and allocated, and the number of kernel passes."""
 
     read: float = 0.0
     written: float = 0.0
@@ -108,13 +108,13 @@ def _parts(line):
 
 
 def _distinct(lines):
-    """The tensors of rows, each piece of memory once."""
+    """Return the tensors in `rows` without repetitions of the same memory."""
     return {(t.data_ptr(), t.numel()): t for line in lines for t in _parts(line)}.values()
 
 
 @contextmanager
 def counted():
-    """Count what happens within, on models of `SIZE` parameters."""
+    """Count the memory traffic in a `with` block, for models with `SIZE` parameters."""
     words = Words()
     plain = {name: getattr(selection, name) for name in ("block_products", "combine", "combine_many", "gram_combine")}
 

@@ -1,4 +1,4 @@
-"""AdaMasFL: rates from S, K and T alone, trajectories that no scale of the loss changes, and how far they go."""
+"""Tests of AdaMasFL: its rates depend only on S, K and T, and its trajectories do not depend on the scale of the loss."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ def train_and_send(server, ticket, client, kappa=1.0, dtype=torch.float64):
 
 
 def trajectory(rule, kappa, seed, rounds, dtype=torch.float64):
-    """Every model of a run whose clients answer in any order, often late, now and then lost."""
+    """Return all models of a run whose clients return updates in random order, often late, and sometimes not at all."""
     server, rng = Server(SPACE, rule, 5 * draw(seed, D, dtype=dtype)), np.random.default_rng(seed)
     tickets, models = {c: server.dispatch(c) for c in range(CLIENTS)}, [server.model]
     while server.version < rounds:
@@ -62,7 +62,7 @@ def trajectory(rule, kappa, seed, rounds, dtype=torch.float64):
     st.sampled_from([{}, {"eta": 0.05}, {"beta": 0.7}, {"gamma": 0.2}, {"eta": 0.01, "beta": 1.0, "gamma": 0.3}]),
 )
 def test_run_equals_transcription_of_the_paper(seed, size, steps, horizon, chosen):
-    """Algorithms 3 and 4 in plain float64, with the paper's rates or others."""
+    """The transcription computes Algorithms 3 and 4 in float64, with the paper's rates or with others."""
     eta = chosen.get("eta", 1 / (steps * horizon**0.5))
     beta = chosen.get("beta", (size * steps / horizon) ** 0.5)
     gamma = chosen.get("gamma", (size * steps) ** 0.25 / horizon**0.75)
@@ -254,7 +254,7 @@ def test_trainer_names_missing_entries_of_the_message():
 
 @pytest.mark.parametrize(("steps", "server_steps"), [(100, 3000), (500, 1000), (1000, 3000)])
 def test_steps_from_zero_model_are_within_the_maximum_distance(steps, server_steps):
-    """Their roundings are of the size of what has been walked, where the base has none."""
+    """The rounding errors are proportional to the travelled distance, because the base is zero."""
     server = Server(Flat(1), AdaMasFL(1, steps=steps, server_steps=server_steps, initial="zero"), torch.zeros(1))
     ticket = server.dispatch("a")
     trained = Normalised().train(

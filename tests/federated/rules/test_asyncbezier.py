@@ -1,4 +1,4 @@
-"""AsyncBezier's curves and rates: where a step ends on a bent curve or a polygon, and what stops it or scales it."""
+"""Tests of the curves and rates of AsyncBezier: the end of a step on a curve or polygon, and what limits or scales it."""
 
 import itertools
 import math
@@ -56,7 +56,7 @@ def legs(along):
 
 
 def chords(rows, kappa):
-    """The points of the bent curve, formed."""
+    """Return the points of the straightened curve, computed explicitly."""
     n = len(rows)
     return torch.stack([kappa * row + (1 - kappa) * (i + 1) / n * rows[-1] for i, row in enumerate(rows)])
 
@@ -119,7 +119,7 @@ def test_length_pull_back_covers_the_given_fraction_of_the_length(seed, n, rho, 
 @given(seed=seeds, n=st.integers(2, 5), rho=st.floats(0.05, 2))
 @settings(max_examples=20)
 def test_the_length_pull_back_agrees_with_quadrature_of_the_hodograph(seed, n, rho):
-    """Manifold (11), transcribed: geodesics of the pulled-back metric have constant speed."""
+    """Transcription of Manifold (11): geodesics of the pulled-back metric have constant speed."""
     rows = np.concatenate([np.zeros((1, P)), draw(seed, n, P).numpy()])
 
     def speed(t):

@@ -1,4 +1,4 @@
-"""AsyncManifold: AsyncBezier and its trainer with any embedding, which steps along the path to the end point."""
+"""Tests of AsyncBezier and its trainer with other embeddings than curves (AsyncManifold)."""
 
 import pickle
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ BATCHES = list(draw(1, 5, P))
 
 @dataclass(frozen=True)
 class Ribbon(Embedding):
-    """A surface of two coordinates, not linear in its control points: the path to its end is a bent curve."""
+    """Surface with two coordinates that is not linear in its control points. The path to its end is a bent curve."""
 
     space: Manifold = None
 
@@ -60,7 +60,7 @@ class Ribbon(Embedding):
 
 
 def ribbon_point(rows, s):
-    """The path of the ribbon at its start, transcribed."""
+    """Return a point on the path of the ribbon, by a transcription of its formula."""
     return s * rows[1] + s * (1 - s) * rows[0] * (1 + rows[0] ** 2)
 
 
@@ -173,7 +173,7 @@ def test_step_on_a_simplex_follows_the_edge_to_the_last_vertex(seed, rate, pull_
 @given(seeds, rates, modes, thresholds)
 @settings(max_examples=25)
 def test_step_on_any_embedding_follows_its_path(seed, rate, pull_back, threshold):
-    """Manifold (9)-(12), transcribed for the ribbon: correct each control point, then follow the path."""
+    """Transcription of Manifold (9)-(12) for the ribbon: correct each control point, then follow the path."""
     given_ = update(seed)
     rule = AsyncBezier(rate, threshold=threshold, pull_back=pull_back, embedding=Ribbon())
     outcome = step(rule, given_)
@@ -198,7 +198,7 @@ def test_step_on_any_embedding_follows_its_path(seed, rate, pull_back, threshold
 
 @dataclass(frozen=True)
 class Disguised(Ribbon):
-    """A quadratic Bézier curve that the rule does not know as one."""
+    """A quadratic Bézier curve of a class that the rule does not recognise."""
 
     def __call__(self, phi, x):
         return Bezier(self.space, 2)(phi, x[..., 0])

@@ -1,4 +1,4 @@
-"""AsyncCurve step for step: the rule and its trainer against plain transcriptions of the two algorithms."""
+"""Tests of the rule AsyncCurve and its trainer against plain transcriptions of the two algorithms."""
 
 import copy
 
@@ -38,7 +38,7 @@ def project(v, g):
 
 
 class Plain:
-    """The server of the paper, with the project's OrthoDyn, in the open: no frames, no Gram matrices."""
+    """Plain server of the paper with the library's OrthoDyn, without frames and Gram matrices."""
 
     def __init__(self, start, rate, *, smoothed=True, periodic=None, first=0, cycle=1, offset=0):
         self.models, self.rate, self.smoothed = [start], rate, smoothed
@@ -125,7 +125,10 @@ def test_rule_equals_plain_transcription(options, seed):
 
 
 def plain_step(rule, given_, goal):
-    """One step of the rule without its correction of the end, transcribed: Report (17), (31), (32), Figure 3."""
+    """Transcription of one step of the rule without its correction of the end.
+
+    Source: Report (17), (31), (32), Figure 3.
+    """
     base, now, (control, theirs) = given_.base, given_.current, given_.points
     beside = control - (base + theirs) / 2
     if rule.control == "rotate":
@@ -172,7 +175,7 @@ def test_a_shift_is_a_rotation_if_the_end_has_the_tangent_correction(seed):
 
 @pytest.mark.parametrize("control", ["rotate", "shift", "keep"])
 def test_control_point_exists_if_the_correction_removes_the_end(control):
-    """The displacement is parallel to the drift up to rounding, so the step is computed from vectors."""
+    """The displacement is parallel to the drift up to rounding, so the step must be computed from the vectors."""
     base, current = draw(3, 2, P)
     theirs = base + 2 * (current - base) * (1 + 1e-9 * draw(4, P))
     given_ = Update(0, base, current, torch.stack([draw(5, P), theirs]), weight=0.5, numbers={"batches": 1.0})
@@ -210,7 +213,10 @@ def test_rule_equals_transcription_in_every_phase_of_the_correction():
 @settings(max_examples=5)
 @given(seeds, st.integers(1, 6), st.integers(0, 3), st.integers(1, 3), st.integers(0, 1))
 def test_periodic_averages_are_bitwise_equal_to_swa(seed, periodic, first, cycle, offset):
-    """A rule that overwrites, against one that does not and a loop that asks SWA."""
+    """The test compares a rule that overwrites the model with a rule without averages.
+
+    A loop calls SWA for the second rule.
+    """
     swa = SWA(SPACE, start=first, cycle=cycle, offset=offset, periodic=periodic)
     writes, leaves = (AsyncCurve(N, 0.7, start=first, cycle=cycle, offset=offset, periodic=p) for p in (periodic, None))
     ours = theirs = draw(seed, P)
@@ -346,7 +352,7 @@ def test_invalid_options_and_inputs_are_rejected():
 
 
 def by_hand(message, *, epochs, rate, control_rate, gamma, mu=0.0, lorentz=None, sharpness=None, printed=False, seed=3):
-    """The paper's client, with the weight 2 on the curve and the projected control point."""
+    """Train like the paper's client, with the weight 2 in the curve and the projected control point."""
     b1, b2, eps, base = 0.9, 0.999, 1e-8, message.start
     theta, delta = base.clone(), torch.zeros(P, dtype=torch.float64)
     warm = "m" in message.tensors
@@ -436,7 +442,7 @@ def test_trainer_does_not_modify_the_message():
 
 @pytest.mark.usefixtures("as_shipped")
 def test_rule_and_trainer_together_reach_a_shared_minimum():
-    """Heterogeneous batches of one noiseless regression: all clients agree in its solution."""
+    """The clients have different batches of one regression without noise, so they have the same minimum."""
     truth, server = draw(20, P), Server(SPACE, AsyncCurve(3, 0.6), torch.zeros(P, dtype=torch.float64))
     inputs = [draw(30 + i, 12, P) for i in range(3)]
     trainer = client.AsyncCurve(epochs=2, rate=0.05)

@@ -1,4 +1,4 @@
-"""AsyncFedED: two clients by hand, a transcription, curved spaces, and the trainer that obeys it."""
+"""Tests of AsyncFedED: a manual computation, a transcription, curved spaces, and its trainer."""
 
 import math
 from dataclasses import replace
@@ -87,7 +87,7 @@ def test_the_weighted_rule_satisfies_the_laws():
 
 
 def transcription(happened, start, *, rate, epsilon, target, gain, epochs, warm_up):
-    """Wang et al. 2022 with Manifold (47), update by update."""
+    """Transcription of Wang et al. 2022 with Manifold (47), one update at a time."""
     x, counts, version = start, {}, 0
     for event in happened:
         if isinstance(event, Sent):

@@ -1,4 +1,4 @@
-"""AsyncKrylov: a stale step is the fresh one, where a path tells all; and a plain one where it tells nothing."""
+"""Tests of AsyncKrylov: with a complete path, a stale step equals the fresh step; without a path, it is a plain step."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def a_stale_step_is_the_one_that_a_fresh_client_would_have_made(k):
 
 @caught_by("AsyncKrylov", "a_stale_step_is_the_one_that_a_fresh_client_would_have_made")
 class AsyncKrylovAlongTheCurve(AsyncKrylov):
-    """Its points read as control points of a Bézier curve."""
+    """AsyncKrylov that interprets its points as control points of a Bézier curve."""
 
     def step_curve(self, state):
         return super(AsyncKrylov, self).step_curve(state)
@@ -82,7 +82,10 @@ def test_aggregate_corrects_each_tensor_separately():
 
 @pytest.mark.parametrize("late", [0, 1, 4])
 def test_fixed_point_does_not_depend_on_staleness(late):
-    """Clients in turn, on losses that disagree, whose paths tell all: staleness is seen through, update by update."""
+    """Two clients with different losses take turns.
+
+    Their paths contain enough information to compensate the staleness of each update.
+    """
     losses = [quadratic(seed, [0.9, 0.5, 0.2], 3) for seed in (0, 5)]
     server = Server(Flat(3), AsyncKrylov(0.3, tolerance=1e-12), torch.zeros(3).double(), weights={0: 1, 1: 1})
     tickets = [server.dispatch(turn % 2) for turn in range(late + 1)]

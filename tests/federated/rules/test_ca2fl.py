@@ -1,4 +1,4 @@
-"""CA²FL against a transcription, its closed form with everyone in every buffer, and who is not remembered yet."""
+"""Tests of CA²FL against a transcription and a closed form, and of clients without a cached update."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ GOLDEN = {"CA2FL": CA2FL(2, rate=0.5, clients=2)}
 
 
 def transcription(came, start, *, size, rate, clients, unknown):
-    """Wang et al. 2024 (ICLR), Algorithm 2, line by line: the model after each update."""
+    """Transcription of Wang et al. 2024 (ICLR), Algorithm 2. Return the model after each update."""
     x, cached, buffer, models = start, {}, [], []
     for client, delta in came:
         buffer.append((client, delta))
@@ -58,7 +58,7 @@ def test_random_run_equals_transcription_of_the_paper(clients, unknown, seed, si
 @settings(max_examples=6)
 @given(seeds, st.integers(1, 5), st.sampled_from(OPTIONS[1:]))
 def test_buffer_with_all_clients_gives_their_mean(seed, n, option):
-    """h̄ and the mean of the h_i are the same and cancel: FedBuff with a constant staleness weight."""
+    """h̄ equals the mean of the h_i, so they cancel. The step is that of FedBuff with a constant staleness weight."""
     rule, plain = CA2FL(n, 0.7, unknown=option[1]), FedBuff(n, 0.7, staleness=Constant())
     model, memory = draw(seed, SIZE), [None] * n
     state, other = rule.init(SPACE, model), plain.init(SPACE, model)
@@ -77,7 +77,7 @@ def test_buffer_with_all_clients_gives_their_mean(seed, n, option):
 
 
 def alone(rule, *moves):
-    """How far each of these clients' displacements moved the model, one after the other."""
+    """Return the movement of the model at each displacement, one after another."""
     model, memories, went = torch.zeros(SIZE).double(), {}, []
     state = rule.init(SPACE, model)
     for client, move in moves:
@@ -135,7 +135,7 @@ def test_client_states_in_files_give_the_same_models():
 
 
 def told(rule, dtype, *moves):
-    """Which of these clients' displacements a server took."""
+    """Return the reason of each receipt, for the displacements of several clients."""
     server, took = Server(Flat(1), rule, torch.zeros(1, dtype=dtype)), []
     for client, move in moves:
         ticket = server.dispatch(client)

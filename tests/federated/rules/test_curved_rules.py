@@ -1,4 +1,7 @@
-"""Rules on curved parameter spaces: what they do there, by the space's own exp, log and transport, and what they refuse."""
+"""Tests of rules on curved parameter spaces.
+
+The steps use exp, log and transport of the space, and some options are rejected.
+"""
 
 import math
 
@@ -80,7 +83,7 @@ RULES = [
 
 
 def scene(seed, n=1, space=SPACE, size=0.3, dtype=torch.float64):
-    """A base, a current point and control points, all about `size` apart."""
+    """Return a base, a current point and control points with mutual distances of about `size`."""
     generator = torch.Generator().manual_seed(seed)
     base = space.random_point(generator=generator, dtype=torch.float64)
     at = base.expand(n + 1, -1)
@@ -141,7 +144,7 @@ def test_asgd_and_fedortho_step_along_transported_displacements(seed, rate):
 @settings(max_examples=2)
 @given(seeds, st.floats(0.1, 0.9), st.sampled_from([-1.0, 0.0, 1.0]))
 def test_asyncbezier_covers_the_rate_of_the_distance_to_the_candidate(seed, rate, threshold):
-    """Manifold (12), by distances of the space."""
+    """Manifold (12), with distances of the space."""
     given_ = scene(seed, 2)
     base, current = given_.base, given_.current
     rows = SPACE.log(base.expand(2, -1), given_.points)
@@ -159,7 +162,7 @@ def test_asyncbezier_covers_the_rate_of_the_distance_to_the_candidate(seed, rate
 @settings(max_examples=4)
 @given(seeds, st.floats(0.05, 0.95))
 def test_pulled_back_rate_of_a_geodesic_equals_the_rate(seed, rho):
-    """Control points that lie evenly on a geodesic: s = ρ."""
+    """For equally spaced control points on a geodesic, s = ρ."""
     space = Sphere(4)
     generator = torch.Generator().manual_seed(seed)
     x = space.random_point(generator=generator, dtype=torch.float64)
@@ -222,7 +225,7 @@ def test_buffers_average_transported_logs_at_the_current_point(rule, seed):
 
 
 def test_a_cohort_at_one_base_is_a_step_of_the_karcher_mean():
-    """At the mean of the clients' models, the mean of logs is zero: FedAvg rests there."""
+    """At the Karcher mean of the client models, the mean of the logs is zero, so FedAvg does not move."""
     space = ParameterSpace.of_state_dict({"x": torch.ones(3).double() / 3**0.5}, {"x": Sphere(3)})
     mean = torch.tensor([0.0, 0.0, 1.0]).double()
     clients = [
@@ -237,7 +240,7 @@ def test_a_cohort_at_one_base_is_a_step_of_the_karcher_mean():
 
 
 def test_momentum_is_transported_along_the_step():
-    """On a great circle transported momentum adds up as angles do."""
+    """On a great circle, transported momenta add up like angles."""
     space = ParameterSpace.of_state_dict({"x": torch.tensor([1.0, 0.0, 0.0]).double()}, {"x": Sphere(3)})
 
     def at(angle):
@@ -254,7 +257,7 @@ def test_momentum_is_transported_along_the_step():
 
 
 class AheadOfTheModel(Momentum):
-    r"""Clients start at $\exp_\Theta \beta u$, where the momentum alone will take the model."""
+    r"""Rule whose clients start at $\exp_\Theta \beta u$, the point to which the momentum alone moves the model."""
 
     def message(self, space, state, current, client_state):
         u = state.get("velocity", torch.zeros_like(current))
@@ -286,7 +289,10 @@ def test_single_precision_points_are_processed_in_double_precision(rule):
 
 
 def test_small_drift_keeps_its_accuracy():
-    """Points 1e-4 apart in float32 know their difference to 1e-3; what is done with it adds nothing to that."""
+    """Two float32 points at the distance 1e-4 determine their difference up to a relative error of 1e-3.
+
+    The step must not increase this error.
+    """
     wide = scene(5, size=1e-4)
     rounded = Update(0, *(SPACE.project(t.float().double()) for t in (wide.base, wide.current, wide.points)))
     narrow = scene(5, size=1e-4, dtype=torch.float32)
@@ -310,7 +316,7 @@ FAR = {name: t.clone().double() for name, t in TENSORS.items()} | {"directions":
 
 
 def answered(rule, points):
-    """The receipt of an update by a server that starts from the base."""
+    """Return the receipt of an update from a server that starts at the base."""
     server = Server(SPACE, rule, POINTS.base)
     return server.receive(server.dispatch("a"), Payload(points, 1))
 

@@ -1,4 +1,4 @@
-"""DC-ASGD, constant and adaptive, against a transcription in plain numbers."""
+"""Tests of DC-ASGD, constant and adaptive, against a transcription with plain numbers."""
 
 import math
 
@@ -20,7 +20,7 @@ SPACE = Flat(SIZE)
 
 
 def play(rule, seed, rounds, weight=0.7):
-    """Models after each of some stale updates."""
+    """Return the model after each of several stale updates."""
     models = [draw(seed, SIZE)]
     state = rule.init(SPACE, models[0])
     for i in range(rounds):
@@ -32,7 +32,10 @@ def play(rule, seed, rounds, weight=0.7):
 
 
 def transcription(seed, rounds, *, rate, strength, adaptive, decay, weight=0.7):
-    """Zheng et al. 2017, Algorithm 2, with gradient -v and the mean square of -a."""
+    """Transcription of Zheng et al.
+
+    2017, Algorithm 2. The gradient is -v, and the adaptive variant uses the mean square of the gradient.
+    """
     models, square = [draw(seed, SIZE).tolist()], [0.0] * SIZE
     for i in range(rounds):
         base, now = models[max(0, len(models) - 1 - i % 3)], models[-1]

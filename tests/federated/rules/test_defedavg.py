@@ -1,4 +1,4 @@
-"""DeFedAvg-nIID: a transcription, what it coincides with, and draws that favour nobody."""
+"""Tests of DeFedAvg-nIID: a transcription, special cases, and unbiased client sampling."""
 
 import itertools
 from collections import Counter
@@ -72,7 +72,10 @@ def test_the_same_generator_draws_the_same_cohorts():
 
 
 def test_slow_client_counts_as_often_as_it_is_sampled():
-    """Client 0 answers twelve rounds late, the others at once; each moves in one direction of its own."""
+    """Client 0 returns its updates twelve rounds late, and the other clients return immediately.
+
+    Each client moves in its own direction.
+    """
     rule, generator, moves = DeFedAvg(2, 0.6), np.random.default_rng(2), draw(9, 3, SIZE)
     server, late, drawn = Server(SPACE, rule, torch.zeros(SIZE).double()), [], Counter()
 

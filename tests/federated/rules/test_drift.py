@@ -42,7 +42,7 @@ def iterates(i, x, rate=RATE, steps=STEPS):
 
 
 def fitted(theta, n):
-    """The control points after the first of the fit of degree n whose ends are the path's."""
+    """Return the control points, except the first, of the fit of degree n with the end points of the path."""
     b = basis(n, torch.linspace(0, 1, len(theta), dtype=torch.float64))
     ends = b[:, [0, n]] @ theta[[0, -1]]
     inner = torch.linalg.lstsq(b[:, 1:n], theta - ends).solution
@@ -50,7 +50,7 @@ def fitted(theta, n):
 
 
 def by_length(theta, pieces):
-    """The points of the path at equal parts of its length."""
+    """Return the points that divide the path into pieces of equal length."""
     gone = torch.cat([torch.zeros(1), (theta[1:] - theta[:-1]).norm(dim=1).cumsum(0)])
     points = []
     for i in range(1, pieces + 1):
@@ -78,7 +78,7 @@ READ = {
 
 
 def velocity(i, name, rate=RATE, steps=STEPS):
-    """D_i, a column for each direction, from the points that one is sent."""
+    """Return D_i, with one column for each direction, from the points that a client returns."""
     points, _ = READ[name]
     moved = []
     for direction in ONE:
@@ -116,7 +116,7 @@ def step(moving, i, x, theta, points, state=None, **known):
 
 
 def total(name, rate, x, **options):
-    """What one update of each client, all from x, moves it by, a unit of the rate."""
+    """Return the sum of the steps for one update of each client from x, divided by the rate."""
     moving = rule(name, rate, **options)
     return sum(step(moving, i, x, iterates(i, x), READ[name][0]) for i in CLIENTS) / rate
 
@@ -206,7 +206,10 @@ def test_dominance_removes_the_bias_of_unequal_arrivals():
 
 
 def run(name, rate, rounds):
-    """The mean model of the last round of clients that take turns, each from the model after its last turn."""
+    """Return the mean model of the last round.
+
+    The clients take turns, and each starts from the model after its previous update.
+    """
     moving = rule(name, rate)
     model = rests(name)
     state = moving.init(SPACE, model)

@@ -1,4 +1,4 @@
-"""Rules that are one another in special cases."""
+"""Tests of special cases in which two rules are equal."""
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def test_named_rules_are_a_choice_of_correction(seed, rate, n):
 @settings(max_examples=10)
 @given(seeds, st.floats(0.01, 1))
 def test_fedortho_tangent_and_position_corrections_coincide(seed, rate):
-    """At threshold 1 the two readings coincide."""
+    """The two corrections are equal for the threshold 1."""
     given_ = update(seed)
     other = AsyncCorrected(rate, correction=Position() >> OrthoDC(1.0))
     assert relative(move(FedOrtho(rate), given_), move(other, given_)) <= 1e-12

@@ -1,4 +1,4 @@
-"""FADAS against a transcription, its closed form without moments, and what delays do to its rate."""
+"""Tests of FADAS against a transcription and a closed form, and of the effect of delays on its rate."""
 
 import math
 
@@ -18,7 +18,7 @@ GOLDEN = {"FADAS": FADAS(2, rate=0.1)}
 
 
 def transcription(came, start, *, size, rate, beta1, beta2, epsilon, delay_threshold):
-    """Wang et al. 2024 (ICML), Algorithm 1 with the delay-adaptive rate, number by number."""
+    """Transcription of Wang et al. 2024 (ICML), Algorithm 1 with the delay-adaptive rate, for plain numbers."""
     x, n = list(start), len(start)
     m, v, largest, buffer, models = [0.0] * n, [0.0] * n, [0.0] * n, [], []
     for delta, late in came:
@@ -84,7 +84,7 @@ def test_rate_depends_on_the_largest_staleness_in_the_buffer(adaptive, rates):
 
 
 def test_step_is_divided_by_the_largest_square():
-    """A large displacement, then small ones: the steps stay small."""
+    """After one large displacement, the steps of small displacements stay small."""
     rule, model = FADAS(1, 1.0, beta1=0.0, beta2=0.0), torch.zeros(SIZE).double()
     state, steps = rule.init(SPACE, model), []
     for size in (100.0, 1.0, 1.0):

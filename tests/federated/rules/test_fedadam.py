@@ -1,4 +1,4 @@
-"""FedAdam against a transcription of the paper's loop, and where it does not go."""
+"""Tests of FedAdam against a transcription of the paper's loop, and of its limits."""
 
 import math
 
@@ -20,7 +20,7 @@ SPACE = Flat(SIZE)
 
 
 def transcription(rounds, start, *, rate, beta1, beta2, tau, initial):
-    """Reddi et al. 2021, Algorithm 2, FedAdam, number by number."""
+    """Transcription of Reddi et al. 2021, Algorithm 2 (FedAdam), for plain numbers."""
     x, m, v = list(start), [0.0] * len(start), [initial] * len(start)
     for cohort in rounds:
         total = sum(weight for weight, _ in cohort)

@@ -1,4 +1,4 @@
-"""FedAvg: means, weights, stragglers, and what a waiting rule leaves alone."""
+"""Tests of FedAvg: means, weights, stragglers, and buffered updates."""
 
 import copy
 import itertools

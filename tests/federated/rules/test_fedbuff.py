@@ -1,4 +1,4 @@
-"""FedBuff: displacements against the client's base, staleness weights, one step in K."""
+"""Tests of FedBuff: displacements from the client's base, staleness weights, and one step for every K updates."""
 
 import math
 
@@ -20,7 +20,7 @@ SPACE = Flat(9)
 
 
 def run(rule, seed, steps):
-    """The model after so many updates by the rule, and by the paper's loop."""
+    """Return the model after several updates, from the rule and from the paper's loop."""
     model = theirs = draw(seed, 9)
     versions, total, weights, count = [model], torch.zeros(9).double(), 0.0, 0
     state, lateness = rule.init(SPACE, model), torch.Generator().manual_seed(seed)
@@ -52,7 +52,7 @@ def test_run_equals_transcription_of_the_paper(seed, size, rate, normalise, weig
 
 @given(seeds, st.integers(1, 5))
 def test_displacement_is_relative_to_the_client_base(seed, late):
-    """Wherever the server has gone, the move is the same."""
+    """The step does not depend on the current model of the server."""
     base, client, elsewhere = draw(seed, 3, 9)
     rule = FedBuff(1)
     moves = [

@@ -1,4 +1,4 @@
-"""FLOCO: the centroid of averaged vertices, regions of clients, and the simplex that they learn."""
+"""Tests of FLOCO: the centroid of averaged vertices, the regions of clients, and the learned simplex."""
 
 import copy
 
@@ -52,7 +52,7 @@ def test_the_model_is_the_centroid_of_the_averaged_vertices(seed, k, n, weighted
 @settings(max_examples=5)
 @given(seeds, st.integers(1, 4))
 def test_floco_equals_fedavg_of_the_centroids(seed, n):
-    """Through two servers, whose clients come as they like."""
+    """Two servers receive the updates of the same random run, including old tickets."""
     start, generator = draw(seed, P), torch.Generator().manual_seed(seed)
     ours, theirs = (Server(SPACE, rule, start, weights="uniform") for rule in (FLOCO(2, n, initial_std=0.1), FedAvg(2)))
     open_ = {}
@@ -135,7 +135,10 @@ def test_scale_maximises_the_spread_of_the_clients():
 
 
 def grouped(i, model):
-    """Clients 0, 1, 2 pull in three directions, 3, 4, 5 likewise."""
+    """Return the vertices of client i.
+
+    Clients 0, 1, 2 move in three directions, and clients 3, 4, 5 move in the same three.
+    """
     return (model + torch.eye(P).double()[i % 3] + 0.01 * draw(i, P)).expand(3, P)
 
 

@@ -1,4 +1,4 @@
-"""Generalized AsyncSGD: its mean over the routing is the mean gradient, exactly and in a queueing network."""
+"""Tests of Generalized AsyncSGD: its mean over the routing is the mean gradient, exactly and in a queueing network."""
 
 import copy
 import pickle
@@ -70,7 +70,7 @@ def network():
 
 
 def test_network_weights_each_task_by_the_share_of_its_client():
-    """Tasks queue at their clients, first in, first out; staleness is whatever it comes to."""
+    """The tasks queue at their clients (first in, first out), and the staleness is arbitrary."""
     gradients, queues, done = draw(5, 4, SIZE), defaultdict(deque), [0] * 4
     server, tasks = Server(SPACE, GeneralizedAsyncSGD(ROUTING, 0.01), torch.zeros(SIZE).double()), network()
 
@@ -95,7 +95,7 @@ def test_network_weights_each_task_by_the_share_of_its_client():
 
 @pytest.mark.usefixtures("as_shipped")
 def test_routing_network_is_unbiased_for_this_rule_and_biased_for_asgd():
-    """Gradients that do not depend on the model: what it moves by is counts of tasks times steps of the rule."""
+    """The gradients do not depend on the model, so the movement is the sum of the task counts times the steps."""
     gradients, rounds, tasks, zero = draw(5, 4, SIZE), 20_000, network(), torch.zeros(SIZE).double()
     rules = GeneralizedAsyncSGD(ROUTING, 1.0), ASGD(1.0)
     weighted, plain = (-torch.stack([step(rule, i, zero, gradients[i]).model for i in range(4)]) for rule in rules)

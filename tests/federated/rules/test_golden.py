@@ -1,4 +1,7 @@
-"""`aggregate` and the server agree bit for bit: every rule, any order of updates, buffers, flat and curved."""
+"""Tests that `aggregate` and `Server` are bitwise equal.
+
+The tests cover every rule, any order of updates, buffers, and flat and curved spaces.
+"""
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ RULES = {name: rule for name, rule in CASES.items() if name not in BEYOND} | {"a
 
 
 def works_on(space, start):
-    """The rules that take a space."""
+    """Return the rules that support a space."""
     for name, rule in RULES.items():
         try:
             rule.init(space, start)
@@ -53,7 +56,7 @@ def network():
 
 
 def trained(space, seed, start, carried):
-    """A client's model, near the one that it started from, with its buffers."""
+    """Return a client's model near its start model, with its buffers."""
     point = start + 0.1 * draw(seed, *start.shape, dtype=start.dtype)
     if not space.flat:
         point = space.project(point)
@@ -64,7 +67,7 @@ def trained(space, seed, start, carried):
 
 
 def policies(rule):
-    """What becomes of the buffers: they are left alone by a rule that adds no noise to them."""
+    """Return the buffer policies. A rule that adds no noise to the buffers leaves them unchanged."""
     return dict.fromkeys(POLICIES, "leave") if getattr(rule, "is_private", False) else POLICIES
 
 

@@ -1,4 +1,4 @@
-"""One scalar, four clients, two at a time: what public frameworks answer in seven ways.
+"""Tests of one scalar with four clients and two tasks in flight, for which public frameworks return seven results.
 
 A and B start from 0 and reach 1 and 2; D starts from what that makes and adds 1; C, who started from 0 too, reaches 4.
 """
@@ -20,7 +20,7 @@ def scalar(x):
 
 
 def play(rule):
-    """The model after B, and after C."""
+    """Return the model after the update of B and after the update of C."""
     zero = scalar(0.0)
     state = rule.init(SPACE, zero)
     state, outcome = rule.step(SPACE, state, Update("A", zero, zero, scalar(1.0)[None]))

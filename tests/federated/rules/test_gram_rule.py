@@ -1,4 +1,4 @@
-"""`GramRule`: two methods are a whole rule, on every kind of model and space."""
+"""Tests of `GramRule`, whose subclasses implement only two methods, on every kind of model and space."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ MODEL = {"w": torch.zeros(2, 3), "b": torch.zeros(2)}
 
 
 class Ortho(GramRule):
-    """FedOrtho(0.5), in two methods."""
+    """FedOrtho(0.5) as a `GramRule` with two methods."""
 
     def coefficients(self, gram, state):
         return CORRECTION.coefficients(gram)[0], state
@@ -83,7 +83,7 @@ def test_rule_of_two_methods_equals_the_library_rule_on_a_sphere():
 
 @dataclass(frozen=True)
 class Mean(GramRule):
-    """Scale each displacement to the mean squared length so far."""
+    """Rule that scales each displacement to the mean squared length of all displacements so far."""
 
     def coefficients(self, gram, state):
         count = state["version"] + 1
@@ -155,7 +155,7 @@ def test_gram_rule_without_coefficients_cannot_be_constructed():
 
 
 class Logs(ASGD):
-    """A subclass that overrides `step` alone, as a wrapper that observes the steps."""
+    """Subclass that overrides only `step`, like a wrapper that observes the steps."""
 
     seen = ()
 

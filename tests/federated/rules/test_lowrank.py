@@ -1,4 +1,4 @@
-"""Rules on leaves of low rank: every step is that of the same rule on the matrices, and one truncation."""
+"""Tests of rules on low-rank leaves: every step is the step on the dense matrices, followed by one truncation."""
 
 import copy
 
@@ -85,18 +85,18 @@ def named(rule):
 
 
 def many(rule):
-    """How many points an update of it has here."""
+    """Return the number of points in an update of a rule."""
     return {AsyncBezier: 2, AsyncKrylov: 3}.get(type(rule), 1)
 
 
 def dense_space(leaves):
-    """The space of the matrices that the leaves stand for."""
+    """Return the space of the dense matrices that the leaves represent."""
     sizes = {name: leaf.invariant(torch.zeros(leaf.shape)).numel() for name, leaf in leaves.items()}
     return Product({name: Flat(size) for name, size in sizes.items()})
 
 
 def dense(space, x):
-    """The matrices, as a point of that space."""
+    """Return the dense matrices of a low-rank point, as a point of the dense space."""
     return space.invariant(x)
 
 
@@ -207,7 +207,7 @@ def test_unmoved_leaf_and_adopted_client_model_are_bitwise_equal():
 
 @pytest.mark.parametrize("rule", [FedOrtho(0.5), AsyncBezier(rate=0.5, threshold=0.0), AsyncFedED(warm_up=0)], ids=str)
 def test_zero_drift_is_exactly_zero(rule):
-    """An adapter as it begins, B = 0, and in general: equal factors have a difference of 0."""
+    """Equal factors have exactly the difference 0, for an adapter at its initialisation (B = 0) and in general."""
     space = LowRank(6, 5, 2)
     for start in (drawn(space, 1), torch.cat([torch.zeros(6, 2), draw(1, 5, 2)]).double()):
         point = drawn(space, 2)
@@ -310,7 +310,7 @@ def test_aggregate_equals_the_step_of_a_server(rule):
 
 
 def test_leaves_of_clients_may_have_different_ranks():
-    """Clients of several ranks: nothing is cut but the sum."""
+    """Only the final sum is truncated."""
     leaves = {"q": LowRank(6, 5, 2), "head": Flat(3)}
     space, wide = Product(leaves), Product({**leaves, "q": LowRank(6, 5, 4)})
     current, point = drawn(space, 0), drawn(wide, 1)

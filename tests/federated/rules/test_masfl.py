@@ -56,7 +56,10 @@ def train_and_send(server, trainer, ticket, client):
 
 
 def rounds(server, trainer, delay, count, after=None):
-    """Cohorts in turn, `delay` further ones on the way while one is answered; staleness is then the delay."""
+    """Run cohorts in turn.
+
+    While one cohort returns, `delay` further cohorts are in flight, so the staleness equals the delay.
+    """
     order, size = (
         np.random.default_rng(delay),
         server.rule.cohort if isinstance(server.rule, FedAvg) else server.rule.size,
@@ -76,7 +79,7 @@ def rounds(server, trainer, delay, count, after=None):
 
 
 def opened(rule, start=None, trainer=None):
-    """A server whose clients have all sent their first gradient."""
+    """Return a server whose clients have all sent their initial gradient, if the rule requires it."""
     server = Server(SPACE, rule, draw(7, D) if start is None else start)
     for client in range(CLIENTS):
         if rule.initial == "gradient":
@@ -127,7 +130,7 @@ def test_initial_task_returns_the_mean_gradient_at_the_start():
 @settings(max_examples=6)
 @given(seeds, st.floats(0.05, 1), st.floats(0.01, 0.5), st.sampled_from(["gradient", "zero"]))
 def test_run_equals_transcription_of_the_paper(seed, beta, gamma, initial):
-    """Algorithm 1 in plain float64, on gradients that know nothing of it, with clients in any order."""
+    """Transcription of Algorithm 1 in float64, with given gradients and clients in any order."""
     n, size = 5, 3
     server = Server(SPACE, MasFL(size, gamma, beta, clients=n, initial=initial), draw(seed, D))
     theta, c_i = draw(seed, D), [torch.zeros(D).double() for _ in range(n)]
@@ -179,7 +182,7 @@ def test_c_equals_the_mean_of_the_control_variates(delay, initial):
 
 
 class Plain:
-    """Five steps of gradient descent of rate 0.2."""
+    """Trainer that takes five steps of gradient descent with the rate 0.2."""
 
     def train(self, space, message, loss, batches, client_state, *, generator):
         ((h, a),), theta = batches, message.start

@@ -1,4 +1,4 @@
-"""OrthoFL: the protocols agree bit for bit, the calibration is the lemma's, and clients come and go."""
+"""Tests of OrthoFL: bitwise equal protocols, the calibration of Lemma C.1, and clients that join and leave."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ START = draw(0, P, dtype=torch.float32)
 
 @dataclass(frozen=True)
 class Pull:
-    """Training whose answer says who did it, from where, and when; it keeps its starts in `seen`."""
+    """Trainer whose result depends on the client, the start and the time. It records its starts in `seen`."""
 
     client: int
     seen: list
@@ -46,7 +46,10 @@ class Pull:
 
 
 def script(seed, answers, clients=CLIENTS):
-    """Dispatches, answers, losses of answers and of tickets, in an order that does not ask who calibrates."""
+    """Return a random sequence of dispatches, updates, lost updates and dropped tickets.
+
+    It does not depend on the protocol.
+    """
     rng, out, idle, taken = np.random.default_rng(seed), [], set(range(clients)), 0
     while taken < answers:
         kind = rng.choice(["send", "answer", "lose", "drop"], p=[0.5, 0.4, 0.05, 0.05])
@@ -60,7 +63,7 @@ def script(seed, answers, clients=CLIENTS):
 
 
 def play(rule, trainer_of, events, space=SPACE, start=START):
-    """The starts of every client, the models of the server, and the server."""
+    """Return the starts of every client, the models of the server, and the server."""
     server = Server(space, rule, start, weights="uniform")
     starts, models, tickets, memories = {c: [] for c in range(CLIENTS)}, [], {}, {}
     for i, (kind, client) in enumerate(events):
@@ -92,7 +95,7 @@ def segments(v):
 
 
 def cut(v, along):
-    """v without its part along `along`, in float64."""
+    """Return v without its component along `along`, in float64."""
     square = along @ along
     return v if square == 0 else v - (v @ along) / square * along
 
@@ -103,7 +106,7 @@ def by_layer(v, along):
 
 @pytest.mark.parametrize(("seed", "granularity", "rounds"), [(0, "tensor", 200), (1, "model", 60)])
 def test_the_protocols_give_bit_identical_starts_over_200_rounds(seed, granularity, rounds):
-    """With dispatches at any time, updates that are lost and tickets that are dropped."""
+    """The run contains dispatches at any time, lost updates and dropped tickets."""
     events = script(seed, rounds)
     starts, models, _ = play(OrthoFL(granularity=granularity), lambda t: t, events)
     assert len(models) == rounds
@@ -125,7 +128,7 @@ def test_the_protocols_give_bit_identical_starts_over_200_rounds(seed, granulari
     ids=str,
 )
 def test_run_equals_transcription_of_the_paper(options):
-    """Algorithm 1 in plain float64, every client sent off again at once."""
+    """Transcription of Algorithm 1 in float64. Every client starts its next task immediately."""
     start = START.double()
     rule = OrthoFL(0.6, staleness=Polynomial(0.5), **options)
     whole = options.get("granularity") == "model"
@@ -176,7 +179,7 @@ def test_without_calibration_orthofl_equals_fedasync():
 
 @given(seeds, st.integers(2, 40), st.floats(-3, 3))
 def test_added_shift_is_the_nearest_orthogonal_vector(seed, size, exponent):
-    """Lemma C.1: in distance and in angle, among all w orthogonal to the client's own shift."""
+    """Lemma C.1: among all vectors w orthogonal to the client's own shift, the added vector is nearest in distance and angle."""
     model, start, home = draw(seed, 3, size)
     v, g = 10.0**exponent * draw(seed + 1, size), model - start
     taken = calibrate(model, shift(home + v, home), shift(model, start), space=Flat(size)) - model
@@ -200,7 +203,7 @@ def cosine(a, b):
 
 @given(seeds, st.integers(1, 4))
 def test_pairwise_form_projects_onto_the_complement_of_other_updates(seed, k):
-    """Lemma C.1 for several: v⊥ is nearest to v of all that are orthogonal to every other update."""
+    """Lemma C.1 for several updates: v⊥ is nearest to v among all vectors orthogonal to every other update."""
     model, start, home, current = draw(seed, 4, 9)
     others = list(draw(seed + 1, k, 9))
     moved = calibrate(model, shift(current, home), shift(model, start), other_updates=others, space=Flat(9))
@@ -319,7 +322,10 @@ def test_step_does_not_modify_its_inputs():
 
 
 def test_only_trainable_parameters_are_calibrated():
-    """An adapter on a frozen layer: points are of its size, and the frozen part goes out as it came in."""
+    """The model is an adapter on a frozen layer.
+
+    Points have the size of the adapter, and the frozen layer does not change.
+    """
     net = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2, bias=False), nn.Linear(2, 5, bias=False))
     net[0].requires_grad_(False)
     space = ParameterSpace.of(net)
@@ -364,7 +370,7 @@ def test_invalid_options_are_rejected_by_name(options, name):
     ids=str,
 )
 def test_invalid_client_state_is_ignored(spoilt):
-    """The client begins anew, from the model it is sent."""
+    """The client starts from the model in the message."""
 
     @dataclass(frozen=True)
     class Still:

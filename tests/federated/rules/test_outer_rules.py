@@ -1,4 +1,4 @@
-"""The rules of training across data centres beside their papers' formulas, written out tensor by tensor."""
+"""Tests of the rules for training across data centres against their papers' formulas, written tensor by tensor."""
 
 from dataclasses import replace
 
@@ -28,12 +28,15 @@ SHAPES = [(4, 3), (5,), (1,)]
 
 
 def near(ours, theirs):
-    """Both round a few times a step, on numbers of size 10."""
+    """Check that two results are equal up to a few rounding errors per step, for numbers of size 10."""
     assert max(map(relative, ours, theirs)) <= 1e-12
 
 
 def moves(seed, steps):
-    """Of each step the displacement, tensor by tensor: some agree with those before, others do not."""
+    """Return the displacements of each step, tensor by tensor.
+
+    Some of them agree with the previous step, and others do not.
+    """
     trend = [draw(seed, *shape) for shape in SHAPES]
     for i in range(steps):
         lean = 1.5 * torch.randn((), generator=torch.Generator().manual_seed(seed + i)).item()
@@ -43,7 +46,7 @@ def moves(seed, steps):
 
 
 def ours(rule, seed, steps, **known):
-    """The models after each step, from a model that lies where it lies."""
+    """Return the models after each step."""
     model, state = [draw(seed + 5, *shape) for shape in SHAPES], None
     found = [model]
     for v in moves(seed, steps):
@@ -56,7 +59,7 @@ def ours(rule, seed, steps, **known):
 
 
 def heloco(rule, seed, steps, share=1.0):
-    """The points from which workers start, by the formulas of the paper, whose pseudo-gradient is minus v."""
+    """Return the start models of the workers by the formulas of the paper, whose pseudo-gradient is minus v."""
     start = theta = [draw(seed + 5, *shape) for shape in SHAPES]
     momentum = [torch.zeros(shape).double() for shape in SHAPES]
     found, cases = [start], set()
@@ -279,7 +282,7 @@ def test_pseudo_gradients_are_negative_displacements():
 
 
 def test_buffer_above_its_size_is_averaged():
-    """As where a state of a larger size goes on under a smaller one."""
+    """This occurs if the state of a rule with a larger size is used with a smaller size."""
     model, state = [torch.zeros(2).double()], None
     rules = [DelayedNesterov(4, 1.0, beta=0.5)] * 3 + [DelayedNesterov(2, 1.0, beta=0.5)] * 3
     momenta = []
@@ -297,7 +300,7 @@ def test_buffer_above_its_size_is_averaged():
     ids=repr,
 )
 def test_huge_update_does_not_block_later_updates(rule, size):
-    """The momentum of an accepted update moves the model again and again, and must not make it overflow."""
+    """The momentum of an accepted update moves the model repeatedly, and must not make it overflow."""
     server = Server(Flat(4), rule, torch.zeros(4))
     late = [server.dispatch(i) for i in range(40)]
     ticket = server.dispatch("attacker")

@@ -1,4 +1,4 @@
-"""`examples/privacy.py`: the accountant's numbers by integration, and the measured leakage of a canary's update."""
+"""Tests of `examples/privacy.py`: the accountant against integration, and the measured leakage of a canary's update."""
 
 import math
 import runpy
@@ -72,7 +72,7 @@ def the_same_noise_in_each_run(seed):
 
 
 def longer_updates(seed):
-    """Updates of eight times the clip, with the noise of the clip."""
+    """Return updates of eight times the clip, with noise for the clip."""
     return replace(less_noise(seed), clip=4.0)
 
 

@@ -1,4 +1,4 @@
-"""Private: bounded updates, noise of the stated size on their sum, participations counted, refusals by name."""
+"""Tests of Private: bounded updates, noise of the documented size, counted participations, and rejections."""
 
 import math
 import re
@@ -47,7 +47,7 @@ LAWS, MUTANTS, law, caught_by = CATALOGUE.laws, CATALOGUE.mutants, CATALOGUE.law
 
 
 def play(rule, seed, rounds, clients=range(4), space=SPACE):
-    """Models, states and numbers of some stale updates, each client's memory kept."""
+    """Return the models, states and numbers of several stale updates. The client states are stored."""
     models, states, told, memories = [draw(seed, P)], [], [], {}
     state = rule.init(space, models[0])
     for i in range(rounds):
@@ -66,7 +66,10 @@ def play(rule, seed, rounds, clients=range(4), space=SPACE):
 
 @law
 def one_update_moves_a_sum_by_no_more_than_its_bound(kit):
-    """Of however long an update, beside the same run with a zero in its place; less for a late one."""
+    """Compare a run with one arbitrarily long update and a run with a zero update instead.
+
+    The difference is smaller for a late update.
+    """
     rule = kit.Private(kit.FedBuff(2), clip=0.5, noise=0.0)
     base, other = draw(0, P), 0.1 * draw(1, P)
     for late, share in ((0, 1.0), (3, 0.5)):
@@ -82,7 +85,7 @@ def one_update_moves_a_sum_by_no_more_than_its_bound(kit):
 
 @law
 def noise_has_the_stated_size(kit):
-    """By coordinate a normal number of deviation sigma C / K, of another key another one."""
+    """The noise in each coordinate is normal with the standard deviation sigma C / K. Another key gives other noise."""
     n = 40_000
     zero = torch.zeros(n).double()
     found = []
@@ -101,7 +104,10 @@ def noise_has_the_stated_size(kit):
 
 @law
 def another_sum_has_another_noise(kit):
-    """With the same key, version and client: who goes on from an older checkpoint releases no difference without any."""
+    """Two sums with the same key, version and client have different noise.
+
+    A server that was resumed from an older checkpoint therefore does not reveal the difference of two sums.
+    """
     rule = kit.Private(kit.FedBuff(1), clip=1.0, noise=1.0, seed=0)
     base = torch.zeros(1000).double()
     state = rule.init(Flat(1000), base)
@@ -149,7 +155,7 @@ def test_without_noise_and_bound_private_equals_its_rule(rule):
 
 @pytest.mark.parametrize("rule", SUMS[1:], ids=lambda rule: type(rule).__name__)
 def test_private_rule_uses_only_the_noised_mean(rule):
-    """As with one update more, which is the noise: nothing reads the sum without it."""
+    """The noise acts like one more update, and the rule never reads the sum without noise."""
     models, states, _ = play(Private(rule, 1e6, 1e-6, seed=5), 3, 3)
     plain = play(rule, 3, 3)
     assert relative(models[1], plain[0][1]) >= 1e-3
@@ -251,7 +257,7 @@ def test_private_accepts_each_rule_or_states_the_reason(name):
 
 
 def descended(rule):
-    """A step on a pseudo-gradient."""
+    """Take a step along a pseudo-gradient."""
     zero = torch.zeros(P)
     return rule.step(SPACE, rule.init(SPACE, zero), Update(0, zero, zero, (zero,), is_pseudo_gradient=True))
 
@@ -313,7 +319,7 @@ def test_options_that_break_privacy_raise_argument_error(make, words):
 
 
 def world(rule, special, *, noise=0.0, wrap=lambda rule: rule, **options):
-    """The models and receipts of a run of ten updates; the fourth one moves the whole model by `special`."""
+    """Return the models and receipts of a run of ten updates. The fourth update moves the whole model by `special`."""
     rule = wrap(Private(rule, 0.5, noise, seed=0))
     server = Server(SPACE, rule, torch.zeros(P), weights="uniform", **options)
     models, receipts = [], []
@@ -339,7 +345,7 @@ TWO_WORLDS = [
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 @pytest.mark.parametrize("rule", TWO_WORLDS, ids=repr)
 def test_invalid_update_is_replaced_by_a_zero_update(rule, noise, special):
-    """Two runs that differ in one update: it does not shift the later updates into other buffers."""
+    """Two runs differ in one update, which must not shift later updates into other buffers."""
     (odd, told), (zero, receipts) = (world(rule, x, noise=noise) for x in (special, 0.0))
     assert all(map(torch.equal, odd, zero))
     assert [receipt.version for receipt in told] == [receipt.version for receipt in receipts]
@@ -412,7 +418,7 @@ def test_weight_above_one_raises_rule_error():
 
 
 def delta_of(epsilon, mu):
-    """Balle and Wang 2018, Theorem 8, in 30 digits."""
+    """Return delta by Balle and Wang 2018, Theorem 8, with 30 digits."""
     with mpmath.workdps(30):
         low, high = mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu
         return mpmath.ncdf(low) - mpmath.exp(epsilon) * mpmath.ncdf(high)

@@ -33,14 +33,14 @@ PROBLEMS = [(hessian(i), 3 * draw(50 + i, D)) for i in range(CLIENTS)]
 
 @functools.cache
 def pull(i, mu):
-    """P_i."""
+    """Return the matrix P_i."""
     h, _ = PROBLEMS[i]
     a = h + mu * ONE
     return (ONE - torch.linalg.matrix_power(ONE - RATE * a, STEPS)) @ torch.linalg.solve(a, h)
 
 
 def answer(i, x, mu=0.0):
-    """The model that client i makes of x, in closed form."""
+    """Return the model that client i trains from x, in closed form."""
     return x + pull(i, mu) @ (PROBLEMS[i][1] - x)
 
 
@@ -50,7 +50,7 @@ def loss(theta, batch):
 
 
 def trained(i, x, mu):
-    """The same by the trainer."""
+    """Return the model that client i trains from x with the trainer."""
     make = clients.Proximal if mu else clients.Local
     trainer = make(steps=STEPS, optimizer=torch.optim.SGD, rate=RATE, proximal=mu)
     payload = trainer.train(SPACE, Message(x), loss, [PROBLEMS[i]], None, generator=torch.Generator())
@@ -103,7 +103,10 @@ def test_fedavg_converges_to_the_fixed_point_of_the_linear_system(rule, mu):
 
 
 def cycle(mixing, position):
-    """z_0, z_1, z_2 with client j arriving at version j of each round, its base the version after its last arrival."""
+    """Return the models z_0, z_1, z_2 of a cycle.
+
+    Client j returns at version j of each round, and its base is the version after its previous update.
+    """
     left = torch.zeros(CLIENTS * D, CLIENTS * D, dtype=torch.float64)
     right = torch.zeros(CLIENTS * D, dtype=torch.float64)
     for j in range(CLIENTS):
@@ -122,7 +125,7 @@ def cycle(mixing, position):
 
 
 def arrivals(rule, rounds, weight=1.0):
-    """The models of the last round when clients take turns."""
+    """Return the models of the last round of clients that take turns."""
     model = draw(3, D)
     state, bases, last = rule.init(SPACE, model), [model] * CLIENTS, []
     for tau in range(rounds * CLIENTS):

@@ -1,4 +1,7 @@
-"""Median, trimmed mean and Krum: the literature's definitions, and how many liars each bears."""
+"""Tests of the median, the trimmed mean and Krum.
+
+The tests check the published definitions, and the number of attackers that each rule tolerates.
+"""
 
 import math
 
@@ -31,7 +34,7 @@ LAWS, MUTANTS, law, caught_by = CATALOGUE.laws, CATALOGUE.mutants, CATALOGUE.law
 
 
 def went(rule, displacements, late=None):
-    """How far the model goes by these, each from a base of its own."""
+    """Return the movement of the model for updates that have different bases."""
     k = len(displacements)
     dtype = displacements.dtype
     current = draw(1, P, dtype=dtype)
@@ -45,7 +48,10 @@ def went(rule, displacements, late=None):
 
 
 def literature(name, x, f=1, m=1):
-    """Yin et al. 2018, definitions 1 and 2; Blanchard et al. 2017, section 4; row by row of an array (K, P)."""
+    """Return the result by Yin et al.
+
+    2018, Definitions 1 and 2, or Blanchard et al. 2017, Section 4, for an array (K, P).
+    """
     x = x.double().numpy()
     k = len(x)
     if name == "Median":
@@ -85,7 +91,10 @@ for each in GOLDEN:
 
 @law
 def the_middle_stays_in_the_range_of_the_honest(kit):
-    """With as many liars as they bear, whatever these say, as long as the intake lets it through."""
+    """The result stays in the range of the honest updates.
+
+    This holds for as many attackers as the rule tolerates, whatever valid updates they send.
+    """
     for k in (3, 4, 7):
         f = (k - 1) // 2
         for name in ("Median", "TrimmedMean"):
@@ -181,7 +190,10 @@ def test_one_attacker_above_the_limit_controls_the_step(name, k, f, liars):
 
 
 def test_krum_satisfies_the_resilience_bound_of_blanchard_et_al():
-    r"""Proposition 1: $\|E\,Kr - g\|^2 \le \eta^2 d \sigma^2$, so that it has an angle with g of less than 90°."""
+    r"""Proposition 1: $\|E\,Kr - g\|^2 \le \eta^2 d \sigma^2$.
+
+    The angle between the expectation and g is therefore less than 90°.
+    """
     n, f, d, sigma = 11, 2, 5, 0.1
     eta2 = 2 * (n - f + (f * (n - f - 2) + f**2 * (n - f - 1)) / (n - 2 * f - 2))
     g = np.ones(d)

@@ -1,4 +1,4 @@
-"""Rules: closed forms of one step, equivalences between rules, and what they refuse."""
+"""Tests of rules: closed forms of one step, equivalences between rules, and rejected inputs."""
 
 import copy
 import importlib
@@ -115,7 +115,7 @@ def test_surgery_on_the_position_uses_the_position_difference(seed):
 
 @given(seeds, st.integers(1, 4), st.floats(0.01, 1.5), st.sampled_from([-1.0, 0.0, 1.0]), st.floats(0, 1))
 def test_asyncbezier_equals_transcription_of_the_paper(seed, n, rate, threshold, decay):
-    """Manifold Algorithm 1, written out with materialised vectors."""
+    """Transcription of Manifold, Algorithm 1, with explicit vectors."""
     given_ = update(seed, n)
     psi = OrthoDC(threshold)(SPACE, given_.base, given_.current, given_.points - given_.base)
     candidate, drift = psi[-1].norm().item(), (given_.current - given_.base).norm().item()
@@ -152,7 +152,7 @@ def test_a_step_writes_only_into_out(seed, rule, dtype):
 
 
 class Counting:
-    """How often the kernels are called, and how large the tensors are that appear meanwhile."""
+    """Counter of kernel calls, which also records the size of new tensors."""
 
     def __init__(self, monkeypatch):
         self.calls = {"gram": 0, "combine": 0}
@@ -271,7 +271,7 @@ def test_corrections_with_memory_use_the_state_of_the_rule(correction):
 
 
 def same(a, b):
-    """Trees with the same entries."""
+    """Return whether two trees have equal entries."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -306,7 +306,7 @@ def test_momentum_buffers_like_its_inner_rule():
 
 @pytest.mark.parametrize("smoothed", [True, False])
 def test_dominance_reduces_the_rate_of_frequent_clients(smoothed):
-    """Report: the rate times 1 / (N p_i), clamped to 1, p_i with this update in it."""
+    """Report: the rate is multiplied by 1 / (N p_i), at most 1. p_i includes the current update."""
     rule = ASGD(0.6, dominance=Dominance(4, smoothed=smoothed))
     state, memories, counts = rule.init(SPACE, torch.zeros(9)), {}, {}
     for k, client in enumerate("aababacaad", 1):
@@ -355,14 +355,14 @@ def test_zero_update_does_not_change_the_model(rule):
 
 
 def test_fedasync_with_distant_base_is_accurate():
-    """The base drops out of the position reading to the last digit."""
+    """The base cancels exactly in the position form."""
     given_ = Update(0, *(torch.tensor([x], dtype=torch.float64) for x in (1e20, 3.0)), torch.tensor([[1.0]]).double())
     assert step(FedAsync(1.0), given_)[1].model.item() == 1.0
 
 
 @given(seeds, st.floats(-12, -3))
 def test_small_corrections_are_accurate(seed, exponent):
-    """An update that is nearly the current model, or nearly parallel to the drift, moves by what is left of it."""
+    """An update near the current model, or nearly parallel to the drift, moves the model by the small remainder."""
     base, current, other = draw(seed, 3, 9)
     near = (current + 10**exponent * other)[None]
     _, outcome = step(FedAsync(1.0), Update(0, base, current, near))

@@ -1,4 +1,7 @@
-"""Rules in the tangent space of low-rank leaves, `transport="projection"`: by dense projections and by small steps."""
+"""Tests of rules in the tangent space of low-rank leaves (`transport="projection"`).
+
+They use dense projections and small steps as references.
+"""
 
 from dataclasses import replace
 
@@ -49,7 +52,7 @@ RULES = [
 
 
 def near(space, seed, count, size=0.3):
-    """A current point, a base and further points, all about `size` apart."""
+    """Return a current point, a base and further points with mutual distances of about `size`."""
     generator = torch.Generator().manual_seed(seed)
     current = space.random_point(generator=generator, dtype=torch.float64)
     others = space.random_point(count, generator=generator, dtype=torch.float64)
@@ -57,7 +60,7 @@ def near(space, seed, count, size=0.3):
 
 
 def taken(rule, space, base, current, points):
-    """The outcome of the first update that moves the model."""
+    """Return the outcome of the first update that moves the model."""
     state = rule.init(space, current)
     for _ in range(3):
         state, outcome = rule.step(space, state, Update(0, base, current, torch.stack([*points])))
@@ -102,7 +105,7 @@ SMOOTH = [rule for rule in RULES if not isinstance(rule, FedGS | AsyncFedED) and
 @settings(max_examples=3)
 @given(seed=seeds)
 def test_step_equals_the_dense_step_to_third_order(rule, seed):
-    """Half as far apart: an eighth as much between the two."""
+    """If the distances are halved, the difference between the two steps is divided by eight."""
     plain = Momentum(ASGD(0.5)) if isinstance(rule, Momentum) else replace(rule, transport=None)
     apart = []
     for size in (1e-3, 5e-4):
@@ -131,7 +134,7 @@ def test_step_does_not_depend_on_the_gauge(rule, seed, condition):
 
 @pytest.mark.parametrize("rule", RULES[:4], ids=lambda rule: type(rule).__name__)
 def test_step_at_lower_rank_equals_the_dense_step_and_reports_it(rule):
-    """An adapter as it begins: B = 0."""
+    """Test with an adapter at its initialisation, B = 0."""
     current, base, point = near(MIXED, 0, 2)
     parts = MIXED.split(current)
     parts["q"] = torch.cat([torch.zeros(6, 2).double(), parts["q"][6:]])

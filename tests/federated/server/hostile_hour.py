@@ -35,7 +35,7 @@ from tests.federated.server.hostile import (
 
 @pytest.fixture(autouse=True)
 def watchful(caplog, request):
-    """Whatever waits for ever is woken. What the server logs of it all is looked at elsewhere."""
+    """Wake every thread that waits forever. Other tests check what the server logs."""
     patience = PATIENCE * (60 if "soak" in request.keywords else 1)
     with caplog.at_level(logging.CRITICAL, "manifoldagg"), watched(patience):
         yield
@@ -52,7 +52,7 @@ FORMS = {
 
 
 def formed(form, folder):
-    """A scene of one of the forms."""
+    """Return one of the kinds of scenes."""
     options = dict(FORMS[form])
     if "averaging" in options:
         options["averaging"] = options["averaging"]()
@@ -62,7 +62,7 @@ def formed(form, folder):
 
 
 def interrupted_receives(form, folder, **places):
-    """Whenever it is interrupted: the same ticket again brings the receipt of the one update that there was."""
+    """Interrupt `receive` at every point, and check that a retry returns the receipt of the single applied update."""
     plain = formed(form, folder)
     receipt = plain.receive()
     expected = outside(plain.server)
@@ -152,7 +152,10 @@ def test_interrupted_save_leaves_only_a_complete_file(tmp_path):
 
 
 def bombarded(count):
-    """So many interrupts of `receive` by a timer, at random; how many took an update twice, or lost its receipt."""
+    """Interrupt `receive` by a timer at random times.
+
+    Return how many calls applied an update twice or lost its receipt.
+    """
     dice = random.Random(0)
     made = scene(history_size=None)
     taken = 2
@@ -190,7 +193,7 @@ ACTS = {
 
 
 def crowded():
-    """A scene with one more ticket out."""
+    """Return a scene with one more ticket in flight."""
     made = scene()
     made.other = made.server.dispatch("other")
     return made
@@ -272,7 +275,7 @@ def test_signal_handler_that_receives_gets_a_receipt_or_an_error(act):
 
 
 class Drops:
-    """Gives its ticket back when it is collected, and takes another."""
+    """Object that drops its ticket and dispatches another one when it is garbage collected."""
 
     def __init__(self, server):
         self.server = server
@@ -305,7 +308,7 @@ def test_finaliser_may_drop_a_ticket_during_garbage_collection(act):
 
 
 def test_garbage_collection_at_every_allocation_is_safe():
-    """What the collector itself begins, wherever that is."""
+    """The garbage collector itself starts the collections."""
     made = scene()
     thresholds = gc.get_threshold()
     gc.set_threshold(1, 2, 2)
@@ -323,7 +326,7 @@ def test_garbage_collection_at_every_allocation_is_safe():
 
 
 def test_fork_at_any_point_of_an_update_is_safe():
-    """A child reads the model of one version or the other, and its parent never notices."""
+    """The child reads the model of either version, and the parent is not affected."""
 
     def handler(made):
         def forks(*_):

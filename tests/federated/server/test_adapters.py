@@ -1,4 +1,4 @@
-"""Parameter-efficient models: low-rank adapters move, the transformer that they sit on does not, to the last bit."""
+"""Tests of low-rank adapters: a server changes the adapters, and the frozen transformer stays bitwise equal."""
 
 import copy
 
@@ -31,7 +31,7 @@ SMALL = {"width": 16, "inner": 32, "layers": 2, "heads": 2, "rank": 2, "words": 
 
 
 class LowRank(nn.Module):
-    """A frozen linear map and the product of two thin ones, the second 0 at first."""
+    """A frozen linear map plus the product of two thin matrices, the second of which is initially 0."""
 
     def __init__(self, frozen, rank, scale=2.0):
         super().__init__()
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Frozen but for the adapters of queries and values and the two layers of the head."""
+    """A transformer that is frozen except for the adapters of queries and values and the two layers of the head."""
 
     def __init__(self, width, inner, layers, heads, rank, words):
         super().__init__()
@@ -86,7 +86,7 @@ def made(sizes):
 
 
 def texts(seed, count, length=6, batch=8):
-    """The class of a text is its first word, modulo the number of classes; clients see few of them."""
+    """Return texts whose class is the first word modulo the number of classes. Each client has few classes."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(64, (count, length), generator=generator)
     tokens[:, 0] = tokens[:, 0] % 4 + 4 * (seed % 4)
@@ -151,7 +151,7 @@ def test_server_changes_only_the_adapter(name):
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("name", [name for name in RULES if name != "AsyncCurve"])
 def test_aggregate_leaves_frozen_entries_bit_identical(name):
-    """State dicts with all entries: those that no client changed do not change."""
+    """The state dicts contain all entries. Entries that no client changed stay bitwise equal."""
     rule, _ = RULES[name]
     model = made(SMALL)
     learns = {n for n, parameter in model.named_parameters() if parameter.requires_grad}
@@ -173,7 +173,7 @@ def test_aggregate_leaves_frozen_entries_bit_identical(name):
 
 
 def test_aggregate_accepts_adapter_entries_alone():
-    """What need not travel: the same step, bit for bit, on the entries that learn."""
+    """The step on the trainable entries alone is bitwise equal, so frozen entries need not be sent."""
     model = made(SMALL)
     learns = [n for n, parameter in model.named_parameters() if parameter.requires_grad]
     whole = {n: t.clone() for n, t in model.state_dict().items()}
@@ -227,7 +227,10 @@ def test_adapter_learns_from_several_clients():
 
 @pytest.mark.usefixtures("as_shipped")
 def test_adapter_of_the_papers_size_is_supported():
-    """OrthoFL's 753K of DistilBERT: rank 8 on queries and values of six layers, and the two layers of the head."""
+    """OrthoFL trains 753,000 parameters of DistilBERT.
+
+    These are adapters of rank 8 in queries and values of six layers, and the two layers of the head.
+    """
     model = made(DISTILBERT)
     space = ParameterSpace.of(model)
     assert space.shape == (6 * 2 * 2 * 8 * 768 + 768 * 769 + 20 * 769,) == (753_428,)

@@ -1,4 +1,7 @@
-"""Adapters through `aggregate`, `AsyncAggregator` and servers: what dense arithmetic makes of the matrices they stand for."""
+"""Tests of adapters in `aggregate`, `AsyncAggregator` and servers.
+
+The reference is dense arithmetic on the matrices that the adapters represent.
+"""
 
 import warnings
 
@@ -37,13 +40,13 @@ def adapter(seed, rank, dtype=torch.float64, m=6, n=7):
 
 
 def dense(state, scaling=1.0):
-    """What a state dict does to weights."""
+    """Return the change of the weights that a state dict of adapters represents."""
     found = {"q": scaling * state[B] @ state[A], BIAS: scaling * state[BIAS], HEAD: state[HEAD]}
     return found | {"e": scaling * state[E[1]] @ state[E[0]]}
 
 
 def best(state, rank):
-    """The nearest with matrices of the rank."""
+    """Return the nearest matrices of the given rank."""
 
     def cut(x):
         u, values, v = scipy.linalg.svd(x.numpy(), full_matrices=False)
@@ -57,7 +60,7 @@ def apart(one, other):
 
 
 def turned(state, seed, condition=10.0):
-    """The same adapter in another gauge."""
+    """Return the same adapter in another gauge."""
     found = dict(state)
     for a, b in ((A, B), E):
         rank = state[a].shape[0]
@@ -68,7 +71,7 @@ def turned(state, seed, condition=10.0):
 
 
 def lora(model, scaling=1.0, manifolds=None, adapters=True):
-    """The space of a model whose pairs of factors are one matrix each."""
+    """Return the space of a model in which each pair of factors represents one matrix."""
     return ParameterSpace.of_state_dict(model, manifolds, adapters=adapters, scaling=scaling)
 
 
@@ -76,7 +79,7 @@ def lora(model, scaling=1.0, manifolds=None, adapters=True):
 @settings(max_examples=5)
 @given(seeds, st.integers(1, 5), st.floats(0.2, 5), st.floats(0.2, 5))
 def test_rules_equal_the_dense_step_if_the_rank_suffices(rule, seed, rank, ours, theirs):
-    """The server's factors hold any matrix; the clients have a rank and a scaling of their own."""
+    """The factors of the server represent any matrix. The clients have another rank and scaling."""
     current, plain = adapter(seed, 6), None
     space = ParameterSpace.of_state_dict(current, adapters=True, scaling=ours)
     full = dense(current, ours)
@@ -113,7 +116,7 @@ def test_step_beyond_the_rank_is_the_nearest_matrix_of_the_rank(seed, rank, othe
 @settings(max_examples=5)
 @given(seed=seeds, scaling=st.floats(0.1, 10))
 def test_learning_continues_after_updates_cancel(dtype, seed, scaling):
-    """Rounding is no direction: B is 0 there and A is not, however often and in whatever gauge it was rounded."""
+    """After repeated rounding in any gauge, B is 0 and A is not, because rounding errors are not directions."""
     plus = {name: x for name, x in adapter(seed, 3, dtype).items() if name in (A, B)}
     less, still = plus | {B: -plus[B]}, plus | {B: 0 * plus[B]}
     other = {name: x.to(dtype) for name, x in turned(adapter(seed, 3), seed).items() if name in (A, B)}
@@ -131,7 +134,10 @@ def test_learning_continues_after_updates_cancel(dtype, seed, scaling):
 
 
 def test_small_learned_direction_survives_next_to_large_model():
-    """In float32: 1e-5 beside 1e3, which is what its factors tell of it"""
+    """In float32, a direction of size 1e-5 next to a model of size 1e3 is accurate.
+
+    The factors represent the two separately.
+    """
     space = ParameterSpace.of_state_dict({A: torch.ones(2, 7), B: torch.ones(6, 2)}, adapters=True)
     large = {A: torch.tensor([[1.0, 0, 0, 0, 0, 0, 0]] * 2), B: torch.zeros(6, 2)}
     large[B][0, 0] = 1e3
@@ -328,7 +334,7 @@ def test_server_of_adapters_resumes_and_sends_its_spec(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_unchanged_model_in_narrow_dtype_is_zero_update(dtype):
-    """Who returns what it got has changed nothing, though what it got was rounded."""
+    """A client that returns the received model has changed nothing, although the model was rounded when it was sent."""
     server = Server.of(adapter(0, 3, dtype), rules.FedAsync(0.5), adapters=True)
     ticket = server.dispatch("a")
     assert server.receive_model(ticket, adapter(10, 3, dtype), samples=4).accepted

@@ -1,4 +1,7 @@
-"""The front door: the same kind out, inputs untouched, the server's bits."""
+"""Tests of `aggregate`.
+
+The result has the type of the input, inputs are unchanged, and the values equal those of the server.
+"""
 
 import copy
 import warnings
@@ -123,7 +126,7 @@ def test_arrays_may_be_read_only_strided_or_zero_dimensional():
 
 
 def test_batch_norm_statistics_are_detected_as_buffers():
-    """A step past a statistic would leave the variance negative: this one would be at -0.15."""
+    """A step of a parameter with the same values would give the negative variance -0.15."""
     base, current, update = [model(0) for _ in range(3)]
     base["1.running_var"].fill_(1.0)
     current["1.running_var"].fill_(0.05)
@@ -160,7 +163,7 @@ def test_a_model_without_parameters_is_refused(model, words):
 
 @pytest.mark.usefixtures("as_shipped")
 def test_changed_integers_are_reported_by_name():
-    """A quantised weight is not averaged, but stays the server's."""
+    """A quantised weight is not averaged. It keeps the value of the server."""
     current, update = ({"w": torch.ones(2), "q": torch.full((3,), i), "n": torch.tensor(i)} for i in range(2))
     with pytest.warns(
         UserWarning, match=r"update: q: the server ignores changes of torch.int64 values; .*, buffer_policy=\.\.\.\)$"
@@ -241,7 +244,7 @@ def test_a_weight_above_one_warns_and_the_weights_of_the_library_do_not():
 
 
 def test_trained_model_is_not_mistaken_for_a_difference():
-    """The hardest decay that anybody trains with, from initialisations that are zero in places."""
+    """Test the strongest usual weight decay, from an initialisation that is partly zero."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
@@ -348,7 +351,7 @@ def test_buffers_of_a_new_model_have_their_own_memory(rule):
 
 
 def test_aggregate_passes_client_state_to_next_step():
-    r"""One client of N = 4: $p = (k + 1) / (k + 4)$, and the rate is $0.5 / (4 p)$."""
+    """There are N = 4 clients, one of which returns updates: $p = (k + 1) / (k + 4)$, and the rate is $0.5 / (4 p)$."""
     rule, state, model = ASGD(0.5, dominance=Dominance(4)), None, [torch.zeros(2)]
     server = Server(Flat(2), rule, torch.zeros(2), weights="uniform")
     for k in range(1, 6):
@@ -444,7 +447,7 @@ def test_invalid_arguments_are_rejected_by_name(call, words):
 
 
 def layered(seed, count=3):
-    """Models as they occur: a transposed weight, a bf16 layer, a number, an empty tensor, counters."""
+    """Return typical models with a transposed weight, a bf16 layer, a scalar, an empty tensor and counters."""
     models = []
     for i in range(count):
         x = draw(seed + i, 40, dtype=torch.float32)
@@ -537,7 +540,7 @@ def test_rejected_update_leaves_out_unchanged(rule, change, words):
 
 
 def test_half_precision_that_might_overflow_is_looked_at_and_kept():
-    r"""A step of 60 is longer than a quarter of 32, the distance of the largest numbers of float16."""
+    """A step of 60 is longer than a quarter of 32, the distance between the largest numbers of float16."""
     base, near, far = ({"w": torch.tensor([x, 0.0], dtype=torch.float16), "v": torch.ones(3)} for x in (0.0, 60.0, 6e4))
     out = copy.deepcopy(base)
     aggregate(FedGS(1.0), None, base, base, near, out=out)
@@ -592,7 +595,7 @@ def test_aggregate_allocates_only_the_result():
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the entries of new floating tensors that are no single numbers."""
+    """Counter of the entries of new floating-point tensors, without scalars."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""AsyncAggregator: the server's bits in a loop of one's own, whatever clients do."""
+"""Tests that `AsyncAggregator` in a custom loop is bitwise equal to a server, whatever clients do."""
 
 import copy
 import io
@@ -36,7 +36,7 @@ from tests.test_tensor_file import alike
 
 
 class Waits(Gathers):
-    """Sends models and nothing else."""
+    """Rule that sends only models."""
 
     def message(self, space, state, current, client_state):
         return Message(current)
@@ -56,7 +56,7 @@ events = st.tuples(
 
 
 def through_a_file(state):
-    """As torch reads it by default: tensors and plain values only."""
+    """Save and load an object with torch's default, which only allows tensors and plain values."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -64,7 +64,7 @@ def through_a_file(state):
 
 
 def agree(name, seed, weights, script, manifolds=None):
-    """The same life in a server and in `AsyncAggregator`; how many answers were taken."""
+    """Run the same events in a server and in an `AsyncAggregator`, and return the number of accepted updates."""
     rule = RULES[name]
     net = network()
     if manifolds:
@@ -165,7 +165,7 @@ def test_rule_that_sends_more_than_models_raises_argument_error(rule, more):
 
 
 def sends_a_more(client):
-    """The protocol of a client, one of which receives more than a model."""
+    """Return the protocol of OrthoFL for a client. Client "a" receives more than a model."""
     return "client" if client == "a" else "server"
 
 
@@ -179,7 +179,10 @@ def test_checkout_rejects_message_with_more_than_a_model():
 
 @pytest.mark.usefixtures("as_shipped")
 def test_difference_from_modified_start_model_is_rejected():
-    """Its version is not what it is new minus; the same answer as a model is taken."""
+    """The difference is relative to the start model that the rule modified, and not to a version.
+
+    The same update as a model is accepted.
+    """
     versions = made(OrthoFL(0.5))
     first = versions.checkout("a"), versions.checkout("b")
     for client, base, step in zip("ab", first, (torch.tensor([1.0, 2, 0]), torch.tensor([1.0, 0, 3])), strict=True):
@@ -280,7 +283,7 @@ def test_task_names_distinguish_several_tasks_of_a_client():
 
 
 def test_retained_version_can_be_assigned_to_a_client_later():
-    """A host that hands out a model under no name learns with the answer who began with it."""
+    """A host that sends a model without a client name learns the client only from the update."""
     versions = made(FedOrtho(0.5))
     versions.checkout("round")
     began = versions.version
@@ -316,7 +319,7 @@ def test_models_of_callers_share_no_memory_with_the_aggregator():
 
 
 def test_client_may_train_the_model_in_place():
-    """The base stays what it was, though the client's model is the one that it was given."""
+    """The base does not change, although the client trains the tensors that it received."""
     versions = made(FedOrtho(1.0))
     base = versions.checkout("a")
     base["w"] += 2

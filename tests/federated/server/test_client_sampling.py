@@ -1,4 +1,4 @@
-"""Asking: which way belongs to a rule. Its laws are those of a course, in `tests/simulation/test_event_loop.py`."""
+"""Tests of the client sampler of each rule. The laws of samplers are in `tests/simulation/test_event_loop.py`."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Differences of models at the front door: the bits of the models that they make."""
+"""Tests of `aggregate` with differences: results are bitwise equal to those of the models."""
 
 import copy
 
@@ -24,7 +24,7 @@ def minus(new, old):
 
 
 def plus(old, difference):
-    """Rounded once: torch forms sums of 16 bits in 32."""
+    """Return the sum with one rounding. Torch computes sums of 16-bit numbers in 32 bits."""
     return {name: old[name] + difference[name] for name in old}
 
 
@@ -42,7 +42,7 @@ def test_step_of_difference_equals_step_of_base_plus_difference(seed, rule):
 
 @given(seeds, st.sampled_from(RULES))
 def test_step_of_exact_difference_equals_step_of_model(seed, rule):
-    """On a grid it is, with one zero."""
+    """On a grid with one zero, the subtraction is exact."""
     base, current, mine = (
         {n: (8 * x).round() / 8 + 0.0 if x.is_floating_point() else x for n, x in m.items()} for m in states(seed)
     )

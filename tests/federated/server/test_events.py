@@ -1,4 +1,4 @@
-"""Watching: each thing that happens is told once, in order, one at a time, and nobody is harmed by who watches."""
+"""Tests of events: each event is published once, in order, and callbacks do not affect the server."""
 
 import asyncio
 import gc
@@ -46,7 +46,7 @@ def payload(value=1.0):
 
 
 def heard(rule=None, **options):
-    """A server, its clock, and what is told of it."""
+    """Return a server, its clock, and the list of its events."""
     clock = Clock()
     s = Server(Flat(P), Adds() if rule is None else rule, torch.zeros(P), clock=clock, **grouped(**options))
     told = []
@@ -352,7 +352,7 @@ def test_resumed_server_has_no_subscribers(tmp_path):
 
 
 class Slow:
-    """Hears of one event and does not come back until it is told to."""
+    """Callback that blocks in its first event until the test releases it."""
 
     def __init__(self):
         self.inside, self.go, self.told, self.now = threading.Event(), threading.Event(), [], 0
@@ -386,7 +386,7 @@ def test_slow_callback_blocks_only_the_publishing_thread():
 
 
 def test_callback_does_not_block_the_next_update():
-    """A watcher holds up the thread that tells, and not the turn."""
+    """A slow callback blocks the publishing thread, but not the update lock."""
     s, _, _, finish = paused()
     told = []
     s.on_event(told.append)
@@ -400,7 +400,10 @@ def test_callback_does_not_block_the_next_update():
 
 
 def replayed(told):
-    """What the events say of a server: its version, and who is out; each must follow from those before it."""
+    """Return the version and the tickets in flight that follow from the events.
+
+    Check that each event is consistent with the earlier ones.
+    """
     version, out, refused = 0, {}, {}
     for event in told:
         match event:
@@ -459,7 +462,7 @@ def test_events_of_8_threads_are_complete_and_ordered():
 
 
 def everything(made):
-    """A scene where every event is heard of."""
+    """Return a scene that records every event."""
     events = []
     made.server.on_event(events.append)
     made.events = events
@@ -524,7 +527,7 @@ def test_event_of_dispatch_in_signal_handler_is_published_next():
 
 
 def test_server_with_subscribers_is_freed_with_its_last_reference():
-    """Nothing of it waits for the collector."""
+    """No part of the server waits for the garbage collector."""
     s, _, _ = heard()
     s.receive(s.dispatch("a"), payload())
     gone = []

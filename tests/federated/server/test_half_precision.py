@@ -56,7 +56,7 @@ def serve(rule, dtype, width=4):
 
 
 def beyond(dtype):
-    """A float32 number that the dtype cannot hold."""
+    """Return a float32 number that the dtype cannot represent."""
     return 3.4e38 if dtype is torch.bfloat16 else 4 * torch.finfo(dtype).max
 
 
@@ -82,7 +82,7 @@ def test_update_that_overflows_the_client_dtype_is_rejected(name, dtype):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_buffered_update_does_not_block_later_updates(size):
-    """Each update that a buffer accepts leaves room for the updates of others."""
+    """Each buffered update leaves enough range for the updates of other clients."""
     server = serve(FedBuff(size, 100.0), torch.float16)
     move = torch.zeros(6)
     move[1] = 6e4
@@ -148,7 +148,7 @@ def test_aggregate_rejects_the_same_updates_as_server(rule):
 @settings(max_examples=25)
 @given(st.floats(10, 6.5e4), st.sampled_from([1.0, -1.0]))
 def test_stored_update_does_not_block_later_updates(rule, size, sign):
-    """Updates that wait and momenta move the model later: they are rejected if that made it overflow."""
+    """Buffered updates and momenta move the model later. They are rejected if the model would then overflow."""
     server = serve(rule, torch.float16)
     move = torch.zeros(6)
     move[1] = sign * size

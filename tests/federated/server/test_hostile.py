@@ -1,4 +1,4 @@
-"""A hostile hour: forks, forged ids, lost receipts, full disks; a server goes on as if nothing had been."""
+"""Tests of a server under faults: forks, forged ids, lost receipts, full disks and damaged files."""
 
 import atexit
 import errno
@@ -27,13 +27,13 @@ pytestmark = pytest.mark.usefixtures("as_shipped", "watchful")
 
 @pytest.fixture
 def watchful():
-    """Whatever waits for ever is woken."""
+    """Wake every thread that waits forever."""
     with watched():
         yield
 
 
 class Paused(Adds):
-    """Stops in the middle of a step until it is told to go on."""
+    """Rule that blocks in a step until the test releases it."""
 
     def __init__(self):
         self.inside = threading.Event()
@@ -49,7 +49,7 @@ class Paused(Adds):
 
 @pytest.fixture
 def busy():
-    """A scene in the middle of an update in another thread, and what to call for its receipt."""
+    """Return a scene during an update in another thread, and a function that returns its receipt."""
     rule = Paused()
     made = scene(lambda: rule, max_queued_updates=1)
     rule.stops = True
@@ -231,7 +231,7 @@ def test_number_of_queued_updates_is_limited(busy):
 
 
 class Fails(SWA):
-    """An average that cannot be formed of one version."""
+    """Average that fails for one version."""
 
     def update(self, version, model):
         if version == 3:
@@ -251,7 +251,7 @@ def test_exception_in_averaging_keeps_the_receipt():
 
 
 def full_disk(patch):
-    """No file can be written any more."""
+    """Make every write to a file fail."""
 
     def write(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

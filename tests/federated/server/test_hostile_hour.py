@@ -1,4 +1,4 @@
-"""Signals at every instant, without the shape checks of the tests: their own calls would be most of what is interrupted."""
+"""Tests with signals at every call, without the shape checks of the test suite, whose own calls would dominate."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Floods of bad messages, and clients that fail, return and lie: what the benchmarks do, and fail at, for some seconds."""
+"""Short runs of the load benchmarks: many invalid messages, and clients that fail, return and send malicious updates."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def measured(script, folder, *options):
-    """What a benchmark writes, which fails where anything grows, gets out or gets in."""
+    """Run a benchmark and return its results. The benchmark fails if memory grows, or if an invalid update is accepted."""
     command = [sys.executable, f"benchmarks/{script}.py", *options, "--out", folder]
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=6 * 3600)

@@ -1,4 +1,4 @@
-"""How far one liar moves the model, for each kind of rule: the bounds of the guide, and that they are attained."""
+"""Tests of how far one attacker moves the model, for each kind of rule: the bounds of the guide hold and are attained."""
 
 import math
 
@@ -37,7 +37,10 @@ BASE = torch.ones(4, dtype=torch.float64)
 
 
 def moved(rule, direction, length, update_limits=None, others=0):
-    """How far the model goes by a liar's update, that of the first client, and by those of others who did not move."""
+    """Return the movement of the model by the update of the attacker.
+
+    The attacker is the first client. The other clients send zero updates.
+    """
     current = BASE + DRIFT
     state = rule.init(SPACE, current)
     for i in range(others + 1):
@@ -50,7 +53,10 @@ def moved(rule, direction, length, update_limits=None, others=0):
 
 
 def dcasgd(r):
-    """Both terms have the same sign where v is against the drift, entry by entry: r + r^2 |g| in the two of them."""
+    """Return the bound for two entries, each of which moves by r + r^2 |g|.
+
+    The two terms have the same sign where v opposes the drift.
+    """
     entry = r / math.sqrt(2)
     return 2 * WEIGHT * math.hypot(*(entry + 0.1 * entry**2 * size for size in (3.0, 4.0)))
 
@@ -87,7 +93,7 @@ def test_one_attacker_moves_the_model_by_the_documented_bound(name):
 
 
 def serve(rule, honest=9, **options):
-    """A server to which honest clients have sent updates of length 1 and 100 samples."""
+    """Return a server that has received updates of length 1 with 100 samples from honest clients."""
     server = Server(SPACE, rule, torch.zeros(4), **options)
     for i in range(honest):
         assert send(server, f"ward-{i}", 1.0, 100).accepted
@@ -110,7 +116,7 @@ LIMITS = {
 @pytest.mark.parametrize("colluders", [1, 4])
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits_bound_each_update_of_a_minority(name, colluders):
-    """The table of the guide: n colluding clients move the model by n times as much as one, and no farther."""
+    """Table of the guide: n colluding clients move the model by at most n times the movement of one client."""
     limits, bound, clips = LIMITS[name]
     server = serve(ASGD(1.0), weights="uniform", limits=limits)
     before = server.model
@@ -184,7 +190,7 @@ def test_ca2fl_reuses_the_update_of_an_attacker_until_its_next_update():
 
 
 def test_base_sent_by_the_client_defeats_clipping():
-    """Who brings the base says what the length is of: FedAsync then goes wherever its model is."""
+    """The clipped length is relative to the base. With a forged base, FedAsync moves to any model of the attacker."""
     current = BASE + DRIFT
     far = BASE + 1e6 * ACROSS
     update, kept, _ = UpdateLimits(clip=0.5).apply(SPACE, Update("liar", far, current, far[None]), ())

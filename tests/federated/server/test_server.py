@@ -1,4 +1,4 @@
-"""The server: tickets, receipts, history, waiting rules and rules that misbehave."""
+"""Tests of the server: tickets, receipts, history, buffering rules and faulty rules."""
 
 import copy
 import csv
@@ -55,7 +55,7 @@ def test_server_computes_the_staleness():
 
 @given(seeds, st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
 def test_server_equals_repeated_steps_of_the_rule(seed, script):
-    """Against an oracle that keeps every version."""
+    """The test compares the server with an oracle that stores every version."""
     s, history, open_ = server(FedOrtho(0.7), weights="uniform"), [torch.zeros(4)], {}
     contributed = set()
     for i, (client, answers) in enumerate(script):
@@ -124,7 +124,7 @@ def test_history_is_a_table_of_plain_values():
 
 
 def after(updates, **options):
-    """A server that has taken so many updates."""
+    """Return a server that has received the given number of updates."""
     s = server(Adds(), **options)
     for i in range(updates):
         assert s.receive(s.dispatch(i).id, payload(samples=i + 1)).accepted
@@ -191,7 +191,7 @@ def test_server_rejects_update_above_max_staleness():
 
 
 def test_update_that_becomes_too_stale_during_validation_is_rejected(monkeypatch):
-    """Younger than the limit when it comes, older when its turn comes."""
+    """The staleness is below the limit on arrival, and above it when the step starts."""
     s = server(max_staleness=0)
     late, quick = s.dispatch("a"), s.dispatch("b")
     taken = []
@@ -223,7 +223,7 @@ def test_tensors_of_callers_share_no_memory_with_the_server():
 
 
 class Careless:
-    """A rule that gives back and keeps what it was given."""
+    """Rule that returns and stores its inputs."""
 
     cohort = 1
 
@@ -260,7 +260,7 @@ def test_rule_that_returns_its_inputs_does_not_alias_client_memory():
 
 
 def test_server_does_not_reuse_memory_that_a_rule_stores():
-    """Freed models lend their memory to later ones."""
+    """The server reuses the memory of freed models for later models."""
     s = Server(SPACE, Careless(), torch.zeros(4))
     for value in (1.0, 2.0, 3.0):
         s.receive(s.dispatch("a").id, payload(value))
@@ -271,7 +271,7 @@ def test_server_does_not_reuse_memory_that_a_rule_stores():
 
 
 def test_payload_in_memory_of_the_server_is_copied():
-    """Nothing that goes out lies there, so the test reaches in."""
+    """The server never exposes this memory, so the test accesses private attributes."""
     s = Server(SPACE, Adds(), torch.zeros(4), weights="uniform")
     late = s.dispatch("a")
     for _ in range(2):
@@ -338,7 +338,7 @@ def test_new_model_that_is_not_finite_is_rejected():
 
 
 def test_update_that_would_overflow_the_state_is_rejected():
-    r"""A buffered sum of $2 \cdot 3 \times 10^{38}$ would be there for ever."""
+    r"""An infinite buffered sum of $2 \cdot 3 \times 10^{38}$ could never be removed."""
 
     class Sums(Gathers):
         def message(self, space, state, current, client_state):
@@ -472,7 +472,7 @@ def test_results_do_not_depend_on_the_grad_mode():
 
 
 class Listener(Listens):
-    """Averages by hand, and keeps what it saw."""
+    """Average that records all versions and returns their mean."""
 
     def __init__(self):
         self.seen = []

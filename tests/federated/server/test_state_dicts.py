@@ -1,4 +1,4 @@
-"""A server that speaks state dicts: of a module, and of what its clients return by names."""
+"""Tests of servers with state dicts: created from a module, and updated with state dicts of clients."""
 
 import copy
 import re
@@ -31,7 +31,7 @@ def net(seed=0):
 
 
 def moved(model, seed):
-    """What a client might make of a state dict."""
+    """Return a state dict with small changes, as a client could return it."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, tensor in model.items():
@@ -46,7 +46,10 @@ def moved(model, seed):
 
 
 def as_payload(space, states, asked, samples, start):
-    """What a client that starts from the rounded model returns, as one that starts from the model itself would."""
+    """Return the payload of a client that trains from the rounded model.
+
+    The rounding error of the start is added to the points.
+    """
     rounded = space.state_dict(start) | {name: states[-1][name] for name in space.buffers(states[-1])}
     lost = start - space.point(rounded)
     points = torch.stack([space.point(state) + lost for state in states])
@@ -89,7 +92,7 @@ def test_receive_model_raises_for_rule_that_requires_more_than_models(name):
 
 
 def test_server_of_module_keeps_its_buffers_and_frozen_parameters():
-    """Its buffers follow the clients'; its frozen parameters stay, and nobody sends them."""
+    """The buffers follow those of the clients. Frozen parameters do not change, and clients do not send them."""
     model = net()
     server = Server.of(model, rules.FedAsync(0.5), limits=ServerLimits(history_size=3))
     assert bits(server.state_dict()) == bits(model.state_dict())
@@ -106,7 +109,10 @@ def test_server_of_module_keeps_its_buffers_and_frozen_parameters():
 
 
 def test_base_of_narrow_model_is_the_rounded_model():
-    """Ten clients; nine change nothing, and one adds the last bit of bfloat16: a tenth of it is the mean, each round."""
+    """Nine of ten clients change nothing, and one adds the last bit of bfloat16.
+
+    Each round moves the model by a tenth of it.
+    """
     model = nn.Linear(4, 1, bias=False).bfloat16()
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -293,7 +299,7 @@ def test_receive_model_checks_the_client_and_repeats_the_receipt():
 
 
 def test_plain_torch_training_loop_learns_with_a_server():
-    """Clients that know nothing but modules: load, train, return the state dict."""
+    """The clients only load, train and return a state dict."""
     server = Server.of(net(), rules.FedAsync(0.5), weights="uniform")
     inputs = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
     labels = (inputs[:, 0] > 0).long()

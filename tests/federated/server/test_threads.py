@@ -1,4 +1,4 @@
-"""Threads: nothing is lost, doubled or torn, and nobody waits for arithmetic that is not theirs."""
+"""Tests with threads: no update is lost, applied twice or torn, and calls do not wait for unrelated updates."""
 
 import random
 import sys
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("as_shipped")
 
 @pytest.fixture
 def eager():
-    """Threads are switched a thousand times more often than usual."""
+    """Switch threads a thousand times more often than usual."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(5e-6)
     yield
@@ -34,7 +34,7 @@ def eager():
 
 
 def together(count, work):
-    """Run `work(i)` in `count` threads at once; what one raises is raised here."""
+    """Run `work(i)` in `count` threads at the same time, and raise the exception of a thread in the caller."""
     errors, gate = [], threading.Barrier(count)
 
     def guarded(i):
@@ -55,7 +55,7 @@ def together(count, work):
 
 
 def whole(model, version):
-    """A model of `Adds` that all displacements of 1 have made: every entry counts the versions."""
+    """Check that all entries of a model of `Adds` equal the version. The entries count the applied displacements of 1."""
     assert model.eq(model[0]).all()
     assert model[0].item() == version
     return True
@@ -64,7 +64,7 @@ def whole(model, version):
 @pytest.mark.soak
 @pytest.mark.usefixtures("eager")
 def test_updates_of_16_threads_are_applied_exactly_once():
-    """Each displacement is 1: a lost or doubled update is a wrong count, a torn one unequal entries."""
+    """Each displacement is 1. A lost or repeated update gives a wrong count, and a torn update gives unequal entries."""
     s = Server(Flat(P), Adds(), torch.zeros(P, dtype=torch.float64), weights="uniform")
     receipts, refusals, dropped = [], [], []
 
@@ -158,7 +158,7 @@ def test_threads_with_spilled_bases_give_the_expected_model(tmp_path):
 
 
 class Paused(Adds):
-    """Stops in the middle of a step until it is told to go on."""
+    """Rule that blocks in a step until the test releases it."""
 
     def __init__(self):
         self.inside, self.go, self.steps = threading.Event(), threading.Event(), 0
@@ -172,7 +172,7 @@ class Paused(Adds):
 
 
 def paused(**options):
-    """A server in the middle of an update on ticket `a`, and what to call for its receipt."""
+    """Return a server during an update on ticket `a`, and a function that returns its receipt."""
     rule = Paused()
     s = Server(Flat(P), rule, torch.zeros(P), **grouped(**options))
     ticket, receipts = s.dispatch("a"), []
@@ -288,7 +288,7 @@ def test_update_beyond_the_queue_limit_is_rejected():
 
 
 def test_next_update_removes_interrupted_updates_from_the_queue():
-    """An update that was interrupted cannot remove itself."""
+    """An interrupted update cannot remove itself from the queue."""
     lock = UpdateLock(None)
     long = PendingUpdate("long")
     with long.alive_lock:
@@ -340,7 +340,7 @@ def test_ticket_dropped_during_its_update_stays_dropped():
 
 @pytest.mark.parametrize("weights", ["uniform", "observed"])
 def test_client_that_joins_during_an_update_counts_from_the_next_update(weights):
-    """No step is taken twice: what a rule calls is called once."""
+    """The server does not repeat a step, so a rule calls its functions once per update."""
     s, rule, _, finish = paused(weights=weights)
     assert s.dispatch("b").version == 0
     assert finish().weight == 1.0

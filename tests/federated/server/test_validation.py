@@ -1,4 +1,4 @@
-"""The intake: a corpus of bad payloads, each refused by name, and none of them leaves a trace."""
+"""Tests of payload validation: each payload of a corpus of invalid payloads is rejected by name and changes nothing."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Demanding(Adds):
-    """Asks for a tensor, two points more, and a number; wants one model."""
+    """Rule that requires exactly one model, a tensor `control`, two tensors `moments` and a number `epochs`."""
 
     tensors = MappingProxyType({"control": None, "moments": 2})
     numbers = ("epochs",)
@@ -108,7 +108,7 @@ def nested():
 
 
 class Liar(dict):
-    """Says it has what it has not."""
+    """Dict that claims to contain every key."""
 
     def __contains__(self, key):
         return True
@@ -119,12 +119,12 @@ def broken(*values):
 
 
 def made(kind, value, **methods):
-    """A value of a subclass with other methods."""
+    """Return an instance of a subclass with other methods."""
     return type(f"Odd{kind.__name__}", (kind,), methods)(value)
 
 
 class Counts:
-    """Registered as an integer; answers with one number after the other."""
+    """Object that is registered as an integer and returns a different number at each call."""
 
     def __init__(self, *answers):
         self.answers = iter(answers)
@@ -144,20 +144,20 @@ def fake(*shape):
 
 
 def escaped(transform, x):
-    """What a functorch transform leaves behind."""
+    """Return a tensor that escaped from a functorch transform."""
     out = []
     transform(lambda x: out.append(x) or x.sum())(x)
     return out[0]
 
 
 class Listed(dict):
-    """Raises where it is asked for what is in it."""
+    """Dict that raises an exception when its entries are read."""
 
     __iter__ = keys = items = __len__ = broken
 
 
 class Pretends:
-    """Says that it is of another class."""
+    """Object that reports another class."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -168,13 +168,13 @@ class Pretends:
 
 
 class Shy:
-    """Does not say of which class it is."""
+    """Object that raises an exception when its class is requested."""
 
     __class__ = property(broken)
 
 
 class Halved(Payload):
-    """Has no points."""
+    """Payload that raises an exception when its points are read."""
 
     @property
     def points(self):
@@ -343,7 +343,7 @@ def test_invalid_payload_is_rejected_and_changes_nothing(name):
 
 
 class Loud(torch.Tensor):
-    """Raises whatever it is asked."""
+    """Tensor subclass that raises an exception in every operation."""
 
     detach = to = broken
 
@@ -526,7 +526,7 @@ BY_ROWS = {
 
 @pytest.fixture(params=BY_ROWS)
 def plain(request):
-    """A rule that reads of the points no more than a Gram matrix and a combination."""
+    """A rule that uses the points only in a Gram matrix and a linear combination."""
     return BY_ROWS[request.param]
 
 
@@ -556,7 +556,7 @@ def test_self_checked_inputs_are_rejected_with_the_same_message(plain, checks, d
 
 
 class Selfish(Demanding):
-    """Checks some of its inputs itself."""
+    """Rule that checks some of its inputs itself."""
 
     self_checked = ("control", "points")
 

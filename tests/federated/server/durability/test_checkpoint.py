@@ -1,4 +1,4 @@
-"""Checkpoints: a server that was saved goes on bit for bit, whatever happened to the process, and says what does not fit."""
+"""Tests of checkpoints: a resumed server is bitwise equal to the saved one, and mismatches raise descriptive errors."""
 
 import errno
 import logging
@@ -53,13 +53,13 @@ def fresh(rule=None, **options):
 
 
 def resumed(folder, server, **options):
-    """A second server, from what the first one saves."""
+    """Save a server, and return a second server that is resumed from the file."""
     server.save(folder / FILE)
     return Server.resume(folder / FILE, server.space, server.rule, **grouped(**options))
 
 
 def goes_on(life, other, events=12, answer=payload):
-    """Whether two servers live alike from here on."""
+    """Return whether two servers give equal results from now on."""
     mine = content(life.server)
     assert content(other) == mine
     twin = life.on(other)
@@ -539,7 +539,7 @@ def test_save_omits_tickets_with_lost_base_and_reports_lost_client_state(tmp_pat
 
 
 def test_a_checkpoint_reads_spilled_trees_without_a_copy(tmp_path):
-    """All of them at once may not fit in memory."""
+    """All spilled trees together may not fit in memory."""
     server = fresh(memory_limit=0, spill=tmp_path)
     server.dispatch("a")
     server.receive(server.dispatch("b"), Payload(torch.ones(1, SIZE), 1)).check()
@@ -597,7 +597,7 @@ def test_fault_at_any_call_of_save_keeps_the_previous_checkpoint(tmp_path, monke
 
 
 def killed(folder, context, seed):
-    """Resume what a process leaves that is killed at some moment, and compare with a run that was not."""
+    """Resume from the files of a process that was killed at some time, and compare the run with an uninterrupted run."""
     chance = random.Random(seed)
     path = folder / FILE
     mine, theirs = context.Pipe(duplex=False)

@@ -1,4 +1,4 @@
-"""Descriptions: equal for what does the same, different for what does not, in values that a file can hold."""
+"""Tests of fingerprints: they are equal exactly for objects with equal behaviour, and a file can store them."""
 
 import functools
 import math

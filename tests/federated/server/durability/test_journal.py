@@ -1,4 +1,4 @@
-"""The journal: what got a receipt is there after whatever happened, bit for bit, and what was altered is told."""
+"""Tests of the journal: acknowledged updates survive any crash bitwise, and altered files are reported."""
 
 import errno
 import itertools
@@ -53,18 +53,18 @@ def fresh(rule=None, **options):
 
 
 def state(server):
-    """All that a server knows, with the ids of its tickets."""
+    """Return the whole state of a server, with the ids of its tickets."""
     now = server._state.value
     return content(server) | {"ids": [[*now.tickets], [*now.closed_tickets]]}
 
 
 def known(states):
-    """But for how many were refused, which is told with the next change."""
+    """Return states without the number of rejections, which is only written with the next change."""
     return [{name: what for name, what in one.items() if name != "rejected"} for one in states]
 
 
 def crash(server):
-    """What the system does for a process that was killed."""
+    """Release the files and locks of a server, as the operating system does for a killed process."""
     close = server._durability.journal._close_segment
     if close.detach():
         with suppress(OSError):
@@ -74,7 +74,7 @@ def crash(server):
 
 
 def back(folder, server, **options):
-    """What a later process makes of the files."""
+    """Return the server that a later process resumes from the files."""
     options = {"journal": folder / LINES, **options}
     return Server.resume(folder / FILE, server.space, server.rule, **grouped(**options))
 
@@ -162,7 +162,7 @@ SAVES = 5
 
 
 class Script:
-    """A fixed day of a server; `told` has what each step left, by how many steps were over."""
+    """A fixed sequence of steps of a server. `told` contains the result of each step, by the number of completed steps."""
 
     def __init__(self, server, folder):
         self.server = server
@@ -189,7 +189,7 @@ class Script:
 
 
 def seen():
-    """What a day leaves after each of its steps."""
+    """Return the state after each step of a script."""
     script = Script(fresh(FedBuff(2)), None)
     states = [content(script.server)]
     for i, step in enumerate(script.steps()):
@@ -209,7 +209,7 @@ def disked(monkeypatch, disk):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Nobody stops the machine: a sync that is called is as good as one that is waited for."""
+    """Disable `os.fsync`, because the machine does not stop in these tests."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
@@ -288,7 +288,7 @@ def test_fault_at_any_call_of_resume_loses_nothing(tmp_path, monkeypatch, saved,
 
 
 def worked(server, steps):
-    """Steps of all kinds, one after another."""
+    """Run steps of all kinds, one after another."""
     for i in range(steps):
         if i % 2:
             server.receive(server.tickets[0], answer(i)).check()
@@ -298,7 +298,7 @@ def worked(server, steps):
 
 
 def ended(folder, steps=6):
-    """The files of a server after some steps, what it was after each, and where their frames end."""
+    """Return the journal file after several steps, the state after each step, and the end positions of the records."""
     server = fresh(journal=folder / LINES)
     (path,) = folder.glob("*.journal")
     states, ends = [state(server)], [path.stat().st_size]
@@ -415,7 +415,7 @@ MEANWHILE = []
 
 
 class Overtaken(FedAsync):
-    """While somebody is dispatched the model moves on."""
+    """Rule that runs a function of the list `MEANWHILE` while a message is created. The function moves the model."""
 
     def message(self, *given):
         if MEANWHILE:
@@ -442,7 +442,7 @@ def test_ticket_dispatched_during_update_is_restored_after_crash(tmp_path, dtype
 
 
 def fresh_twin(server, ticket):
-    """What the server itself would have said."""
+    """Return the receipt that the server itself returns without its journal."""
     server._durability.journal = None
     return server.receive(ticket, answer(2))
 
@@ -650,7 +650,7 @@ def test_an_accepted_update_at_a_limit_is_accepted_again_on_another_processor(tm
 
 
 def test_rejections_by_the_median_are_replayed(tmp_path):
-    """A rejected norm changes the median, and so the clipping norm of later updates."""
+    """A rejected norm changes the median, and therefore the clipping norm of later updates."""
     limits = UpdateLimits(norm_factor=4.0, clip_factor=2.0, norm_after=2, norm_window=4)
     server = Server(
         SPACE,
@@ -728,7 +728,10 @@ def test_resume_rejects_journal_that_does_not_match_checkpoint(tmp_path, monkeyp
 
 
 def gone(folder, server):
-    """The journal, where no file of it begins with the record: as after a checkpoint with something new."""
+    """Return a journal whose first file, with the next record, was replaced.
+
+    Such a journal exists after a checkpoint with newer updates.
+    """
     server = back(folder, server)
     server.dispatch("z")
     server.save(folder / FILE)
@@ -835,7 +838,10 @@ def test_checkpoint_at_another_path_does_not_truncate_the_journal(tmp_path):
 
 
 class Slow:
-    """Writes files as it did, but that the first waits until it is told to go on, or for a moment."""
+    """Replacement of the file writer that blocks in its first write of a checkpoint.
+
+    The test releases it, or it continues after `moment` seconds.
+    """
 
     def __init__(self, monkeypatch, moment=60.0):
         self.begun = threading.Event()
@@ -1058,7 +1064,10 @@ def test_other_users_cannot_read_or_lock_the_journal(tmp_path, monkeypatch, link
 
 
 def started(code, folder, before=""):
-    """A process that runs Python code with a server `s`, whose journal is in the folder; `before` runs before imports."""
+    """Start a process that runs Python code with a server `s`, whose journal is in the folder.
+
+    The code `before` runs before the imports.
+    """
     begin = f"""
 import atexit, multiprocessing, os, signal, sys
 FOLDER = {str(folder)!r}
@@ -1129,7 +1138,7 @@ def test_exit_handler_writes_only_to_the_journal(tmp_path):
 
 
 def work(server, folder, seed, script):
-    """Updates and checkpoints, as a script says."""
+    """Run the updates and checkpoints of a script."""
     for i, step in enumerate(script):
         if step == "s":
             server.save(folder / FILE)

@@ -1,4 +1,7 @@
-"""Persistent values: maps against dictionaries, and a place that no interruption, thread or re-entry tears."""
+"""Tests of persistent maps and of atomic references.
+
+Maps are compared with dicts. References stay consistent under interrupts, threads and reentrant calls.
+"""
 
 import gc
 import signal
@@ -146,7 +149,10 @@ def test_stored_exception_keeps_no_later_value_alive():
 
 @pytest.mark.usefixtures("as_shipped")
 def test_signals_leave_updates_atomic():
-    """A handler that raises: each change has happened or has not, and nothing is lost after it."""
+    """A signal handler raises an exception.
+
+    Each change is then applied completely or not at all, and no earlier change is lost.
+    """
     place, done, raised = AtomicReference((0, 0)), 0, 0
 
     class Stop(Exception):

@@ -44,7 +44,7 @@ def left(folder):
 
 @contextmanager
 def child(work):
-    """A fork of this process, which does `work`; its identity. It is killed at the end."""
+    """Yield the process id of a fork that runs `work`, and kill the fork afterwards."""
     with warnings.catch_warnings():
         # Other tests may have left threads, of which none has anything to do with this.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -63,14 +63,17 @@ def child(work):
 
 
 def status(work):
-    """Return how a child ends that does `work`: 0 if it is true, and the number of the signal if it is killed."""
+    """Return the exit status of a child that runs `work`.
+
+    It is 0 if the result is true, or the number of the signal that killed the child.
+    """
     with child(work) as pid:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     return ended.si_status
 
 
 def succeeds(work):
-    """Whether `work` is true in a child."""
+    """Return whether `work` returns a true value in a child process."""
     return status(work) == 0
 
 
@@ -333,7 +336,7 @@ def test_a_process_without_free_mappings_can_write_later(tmp_path):
 
 
 def is_altered(filed):
-    """Whether both ways to load a tree report that its file was altered."""
+    """Return whether both ways to load a tree report an altered file."""
     for copies in (True, False):
         with pytest.raises(SpillError, match="a spilled tree was altered: its checksum differs") as caught:
             filed.load(copy=copies)
@@ -355,7 +358,7 @@ def test_one_flipped_bit_is_detected(tmp_path_factory, bit):
 
 @given(st.integers(0, LENGTH - 1), st.integers(1, LENGTH))
 def test_lost_part_of_a_file_is_detected(tmp_path_factory, start, length):
-    """A disk may return zeros in the place of what was written."""
+    """A disk may return zeros instead of the written bytes."""
     spill = Spill(tmp_path_factory.mktemp("spill"))
     filed, other = spill.write(TREE), spill.write(TREE)
     data = torch.empty(0, dtype=torch.uint8).set_(filed._storage)
@@ -396,7 +399,7 @@ def test_a_tree_that_does_not_fit_in_memory_can_be_loaded_later(tmp_path):
 
 @contextmanager
 def limited(what, limit):
-    """The process with a limit on what it may use."""
+    """Limit a resource of this process in a `with` block."""
     soft, hard = resource.getrlimit(what)
     resource.setrlimit(what, (limit, hard))
     try:
@@ -445,7 +448,7 @@ def test_a_disk_that_is_full_at_any_write_leaves_nothing(tmp_path, monkeypatch, 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("free", range(4))
 def test_any_number_of_free_descriptors_leaves_nothing(tmp_path, monkeypatch, named, free):
-    """One descriptor is the file, and one more maps it."""
+    """A write needs one descriptor for the file and another one for the mapping."""
     if named:
         without_unnamed_files(monkeypatch)
     spill = Spill(tmp_path)
@@ -487,7 +490,7 @@ def test_folder_that_cannot_be_created_raises_temporary_error(tmp_path):
 
 
 class Named(torch.Tensor):
-    """A tensor of a kind of its own."""
+    """Tensor subclass."""
 
 
 ODD = {
@@ -521,7 +524,7 @@ def test_functorch_tensor_raises_permanent_spill_error(tmp_path):
 
 
 class Interrupted(BaseException):
-    """What a signal handler raises."""
+    """Exception that a signal handler raises."""
 
 
 TRACED = (module.__file__, _io.__file__, tensor_file.__file__, pytrees.__file__)
@@ -529,13 +532,19 @@ TRACED = (module.__file__, _io.__file__, tensor_file.__file__, pytrees.__file__)
 
 @cache
 def handling(code):
-    """Where in a function signals are handled: after a call, and where the function begins."""
+    """Return the offsets at which Python handles signals in a function.
+
+    These are after each call, and at the start of the function.
+    """
     calls = ("CALL", "CALL_FUNCTION_EX", "RESUME")
     return {after.offset for now, after in pairwise(dis.get_instructions(code)) if now.opname in calls}
 
 
 def interrupted(work, place):
-    """Whether `work` has so many places in the module where a signal is handled, having raised there."""
+    """Raise an exception at the n-th point where a signal can be handled, n = `place`.
+
+    Return whether `work` reached this point.
+    """
     ahead = [place]
 
     def trace(frame, event, arg):
@@ -687,7 +696,7 @@ def test_a_child_reads_a_tree_after_its_parent_was_killed(tmp_path):
 
 @pytest.mark.soak
 def test_concurrent_processes_that_are_killed_lose_no_tree(tmp_path):
-    """Eight at a time, each writing and reading; every other is killed in the middle."""
+    """Eight processes write and read at the same time. Every second process is killed during its work."""
 
     def work():
         for count in range(20):

@@ -1,4 +1,7 @@
-"""Versions and client memory: counted, accounted, narrowed, spilled, and gone at once."""
+"""Tests of the store of versions and client states.
+
+They cover reference counts, memory accounting, rounding, spilling and release.
+"""
 
 import gc
 import subprocess
@@ -33,7 +36,7 @@ def server(rule=None, start=None, **options):
 
 
 def forward(s, name="walker", by=1.0):
-    """One fresh update."""
+    """Send one fresh update to the server."""
     ticket = s.dispatch(name)
     receipt = s.receive(ticket.id, Payload(ticket.message.start[None] + by, 1))
     assert receipt.accepted
@@ -41,7 +44,7 @@ def forward(s, name="walker", by=1.0):
 
 
 class Forgetful(Adds):
-    """Keeps nothing for its clients."""
+    """Rule without client states."""
 
     def message(self, space, state, current, client_state):
         return super().message(space, state, current, None)
@@ -117,7 +120,7 @@ def test_client_starts_exactly_from_the_stored_base(dtype, seed):
 
 
 def test_rounded_base_gives_a_fresh_update_a_drift():
-    """What the narrow dtype costs: a fresh update has a drift, the rounding of its base."""
+    """The drift is the rounding error of the base, which is the price of a narrow dtype."""
     start = torch.full((P,), 1.0 + 2**-12)
     receipts = []
     for dtype in (None, torch.bfloat16):
@@ -168,7 +171,7 @@ def test_memory_limit_does_not_change_the_results(seed, script, limit):
 
 
 class AsyncMemory(AsyncBezier):
-    """Hands a client the point it sent last."""
+    """Rule that sends each client the point from its previous update."""
 
     def message(self, space, state, current, client_state):
         message = super().message(space, state, current, client_state)
@@ -315,7 +318,7 @@ def test_tree_released_while_it_is_written_leaves_no_file(tmp_path, monkeypatch)
 
 @pytest.mark.usefixtures("as_shipped")
 def test_spilling_only_visits_the_spilled_trees():
-    """However many are in files already, or have nothing to write."""
+    """The cost does not depend on the number of trees that are already in files or have no data."""
     counts = []
     filed = Spill().write(torch.ones(1))
     for clients in (10, 300):
@@ -401,7 +404,10 @@ print(resident() - before, server.memory["spilled"] / 2**20)
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux says what is resident")
 def test_memory_limit_bounds_the_memory_of_the_process(tmp_path):
-    """Ninety versions of one million bytes go to files; without returning what they leave the process holds most."""
+    """Ninety versions of one million bytes are spilled.
+
+    Without returning freed memory to the system, the process would keep most of it.
+    """
     command = [sys.executable, "-c", RESIDENT, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     grown, spilled = map(float, done.stdout.split())
