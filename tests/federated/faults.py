@@ -13,13 +13,13 @@ class Killed(BaseException):
 
 
 class Disk:
-    """Stands in for the module `os`, and lets one call go wrong.
+    """Replacement of the module `os` in which one call fails.
 
     Args:
-        at: the number of the call; `None` for none.
-        fault: an errno, which that call raises without doing anything; `"short"`, a write of half of what was given,
-            after which all goes well; `"killed"` or `"torn"`, after which nothing is done any more, in the second case
-            after half of a write.
+        at: the index of the call that fails. If it is `None`, no call fails.
+        fault: the kind of failure. With an errno, the call raises this error and has no effect. With `"short"`, the call
+            writes half of its data, and later calls succeed. With `"killed"`, the process ends before the call. With
+            `"torn"`, the process ends after the call has written half of its data.
     """
 
     def __init__(self, at=None, fault=None):

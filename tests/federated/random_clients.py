@@ -37,10 +37,10 @@ class Came:
 
 
 def life(rule, seed, events=40, clients=5, **options):
-    """What happened to a server, in order.
+    """Return the events of a random run of a server, in order.
 
-    Client i joins with event 6 i; client 1 is sent to work for the last time in the middle; one ticket in ten is
-    dropped, one update in ten is no number, which must change nothing. `options` are the server's.
+    Client i joins at event 6 i, and client 1 gets its last task in the middle of the run. One ticket in ten is dropped.
+    One update in ten is NaN, and the server must reject it. `options` are those of the server.
     """
     generator = torch.Generator().manual_seed(seed)
     server, out, happened = Server(SPACE, rule, draw(seed, SIZE), **grouped(**options)), [], []

@@ -1,8 +1,8 @@
-"""What a call reads and writes of vectors as long as a model, in words of 32 bits a parameter, and how many it makes.
+"""Counter of the memory traffic of a call: the vectors of the size of a model that it reads, writes and allocates.
 
-Kernels and torch operations are counted alike: a vector of the length of a model that an operation reads or writes is
-counted once for it, whatever the dtype by its bytes. What is touched again in the same window of entries, as long as it
-is the last one, is in cache and counts no more.
+The unit is a word of 32 bits per parameter. Kernels and torch operations are counted in the same way. Each operation
+counts a vector that it reads or writes once, by its number of bytes. If an operation accesses a vector again in the
+current chunk of entries, the chunk is in the cache, and the access is not counted.
 """
 
 from contextlib import contextmanager

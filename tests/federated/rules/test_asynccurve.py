@@ -467,7 +467,7 @@ def test_trainer_rejects_invalid_options_and_messages():
             client.AsyncCurve(**{name: value})
     generator = torch.Generator()
     for tensors, words in (
-        ({"m": draw(0, P)}, "message: expected the moments m and v"),
+        ({"m": draw(0, P)}, "message: expected both moments m and v"),
         ({"m": draw(0, P), "v": draw(0, 2)}, "message: v: expected shape"),
     ):
         with pytest.raises(ArgumentError, match=words):

@@ -1,8 +1,10 @@
-r"""Client drift on quadratics $\tfrac12 (x - a_i)^\top H_i (x - a_i)$: where a step along a chord, a fit and a path rests.
+r"""Client drift on quadratics $\tfrac12 (x - a_i)^\top H_i (x - a_i)$: fixed points of rules.
 
-K steps of gradient descent of rate η are $\theta_k = a_i + E_i^k (x - a_i)$, $E_i = I - \eta_i H_i$. As $\rho \to 0$ a
-step along a curve tends to $\rho$ times its velocity at the start, $D_i (x - a_i)$, and the clients' balance is where
-$\sum_i w_i D_i (x - a_i) = 0$. A chord has $D = E^K - I$, a path by steps $-K \eta H$.
+The tests compute the fixed points of steps along a chord, along a fitted curve and along the whole path. Client i has
+the minimum $a_i$ and the Hessian $H_i$. Its k-th iterate of gradient descent with the rate $\eta_i$ is
+$\theta_k = a_i + E_i^k (x - a_i)$, where $E_i = I - \eta_i H_i$. As the server's rate $\rho$ tends to 0, a step along a
+curve tends to $\rho$ times its velocity at the start, $D_i (x - a_i)$. The fixed point is therefore the solution x of
+$\sum_i w_i D_i (x - a_i) = 0$. For a chord, $D_i = E_i^K - I$. For a path of K steps, $D_i = -K \eta_i H_i$.
 """
 
 import functools

@@ -1,6 +1,7 @@
 """Tests of one scalar with four clients and two tasks in flight, for which public frameworks return seven results.
 
-A and B start from 0 and reach 1 and 2; D starts from what that makes and adds 1; C, who started from 0 too, reaches 4.
+The clients A and B start from 0 and reach 1 and 2. D starts from the model after these updates and adds 1. C also
+started from 0, and reaches 4.
 """
 
 import pytest

@@ -1,7 +1,7 @@
-r"""MasFL and its client: the papers' algorithm, the mean of control variates, and no bias under delays.
+r"""Tests of MasFL and its trainer: the paper's algorithm, the mean of control variates, and no bias under delays.
 
-Clients have losses $f_i = \tfrac12 (x - a_i)^\top H_i (x - a_i)$ that disagree, so that the joint minimiser
-$(\sum H_i)^{-1} \sum H_i a_i$ is not where averages of local models end.
+The clients have different losses $f_i = \tfrac12 (x - a_i)^\top H_i (x - a_i)$. Averages of local models therefore do
+not converge to the joint minimiser $(\sum H_i)^{-1} \sum H_i a_i$.
 """
 
 import math

@@ -179,7 +179,7 @@ def test_without_calibration_orthofl_equals_fedasync():
 
 @given(seeds, st.integers(2, 40), st.floats(-3, 3))
 def test_added_shift_is_the_nearest_orthogonal_vector(seed, size, exponent):
-    """Lemma C.1: among all vectors w orthogonal to the client's own shift, the added vector is nearest in distance and angle."""
+    """Lemma C.1: among all w orthogonal to the client's own shift, the added vector is nearest in distance and angle."""
     model, start, home = draw(seed, 3, size)
     v, g = 10.0**exponent * draw(seed + 1, size), model - start
     taken = calibrate(model, shift(home + v, home), shift(model, start), space=Flat(size)) - model

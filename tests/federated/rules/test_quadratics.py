@@ -1,8 +1,8 @@
-r"""Exact fixed points: clients with quadratic losses $\tfrac12 (x - a_i)^\top H_i (x - a_i)$ that disagree.
+r"""Exact fixed points: clients with quadratic losses $\tfrac12 (x - a_i)^\top H_i (x - a_i)$ with different minima.
 
 K steps of gradient descent of rate η with the proximal term μ take the model x to $x + P_i (a_i - x)$, where
-$P_i = (I - (I - \eta A_i)^K) A_i^{-1} H_i$ and $A_i = H_i + \mu I$. So every rule that is linear in its models has a fixed
-point, or a cycle, that a linear system gives.
+$P_i = (I - (I - \eta A_i)^K) A_i^{-1} H_i$ and $A_i = H_i + \mu I$. Every rule that is linear in its models therefore has a
+fixed point or a cycle, which is the solution of a linear system.
 """
 
 import functools

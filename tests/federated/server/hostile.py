@@ -65,14 +65,14 @@ def _calling(code):
 
 
 class _Tripwire:
-    """A tracer that lets a signal come before a call, and says where; from then on nothing is traced.
+    """Tracer that sends one signal before a call, and records the place of the call.
 
-    Python itself says when it handles the signal: before the callee's first line, or after a call into C.
+    Python handles the signal before the callee's first line, or after a call into C. The tracer stops after the signal.
 
     Args:
-        past: where it has come already; it comes at a place that is not there.
-        skipped: how many such places it passes before.
-        deep: whether a place is a line of calls, and not the last of them alone.
+        past: the places of earlier signals. The signal is sent at a place that is not in this set.
+        skipped: the number of such places that are skipped before the signal.
+        deep: whether a place is the whole call stack instead of its last call.
     """
 
     def __init__(self, past, skipped=0, deep=False):
@@ -109,7 +109,7 @@ class _Tripwire:
 
 @contextmanager
 def handling(number, handler):
-    """A handler of a signal for a while. What a finaliser swallows of it is no error: it was interrupted there."""
+    """Install a signal handler in a `with` block. An exception that a finaliser suppresses is not an error."""
     before = signal.signal(number, handler)
     hook = sys.unraisablehook
     sys.unraisablehook = lambda given: None if isinstance(given.exc_value, Interrupted) else hook(given)
@@ -143,17 +143,17 @@ def signalled(act, past, handler=_interrupts, **places):
 
 
 def everywhere(make, act, check, handler=lambda scene: _interrupts, **places):
-    """Run `act` on a new scene with a signal at every place where the package calls, one each; `check(scene)` after it.
+    """Run `act` on a new scene for every place where the package makes a call, with a signal at this place.
 
     Args:
-        make: of a scene.
-        act: on a scene.
-        check: of a scene, afterwards.
-        handler: of the signal, from a scene; without it the signal interrupts.
-        places: as for the tripwire.
+        make: a function that returns a new scene.
+        act: a function of a scene, which the signal interrupts.
+        check: a function of the scene that is called after `act`.
+        handler: a function from a scene to the signal handler. By default, the signal raises `Interrupted`.
+        places: options of the tracer.
 
     Returns:
-        How many places there were.
+        The number of places.
     """
     past = set()
     while True:

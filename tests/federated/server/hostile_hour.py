@@ -1,6 +1,7 @@
-"""A signal at every call that a server makes: an interrupt, a handler that asks the server, a collection, a fork.
+"""Tests with a signal at every call of a server. The signal interrupts, calls the server, collects garbage or forks.
 
-`test_hostile_hour.py` runs this in a process without the shape checks, whose own calls would be most of all.
+`test_hostile_hour.py` runs this file in a process without the shape checks, because most calls would be calls of these
+checks.
 """
 
 import gc
