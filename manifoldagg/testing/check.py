@@ -28,29 +28,36 @@ def check_manifold(
     validate: bool = True,
     verbose: bool = True,
 ) -> Verdict:
-    r"""Check that a manifold satisfies the laws about all primitives that it declares.
+    r"""Check that a manifold satisfies the mathematical laws of its primitives.
 
-    The laws are checked for tangents of the lengths 1e-7 (not in float32), 1e-3, 0.1, 0.7 and 2, and of the maximum
-    length. The maximum length is the smaller of `max_distance` and 0.9 times the injectivity radius (or 10 if this
-    radius is infinite). Larger lengths are omitted.
+    Use this function to test a manifold that you implement. It checks each law of [`LAWS`][manifoldagg.testing.LAWS]
+    whose primitives the space declares, on random points and tangents of several lengths:
+
+    - The lengths are 1e-7 (only for float64), 1e-3, 0.1, 0.7, 2, and the maximum length. Lengths above the maximum are
+      omitted.
+    - The maximum length is 0.9 times the injectivity radius of the space, or 10 if this radius is infinite. The option
+      `max_distance` can lower it.
+
+    If a primitive raises an exception, the law counts as broken, and the finding contains the exception.
 
     Args:
         space: a space with the primitives `random_point` and `random_tangent`, which generate the cases.
-        condition: $\kappa$, the factor by which the formulas of the space may amplify rounding errors.
-        max_distance: the maximum length of a tangent. Set it for spaces such as hyperbolic space, whose distant points
-            cannot be represented accurately by rounded coordinates.
-        seeds: the number of random cases for each length.
+        condition: the condition number $\kappa$, the factor by which the formulas of the space may amplify rounding
+            errors. The tolerances of the laws are proportional to it.
+        max_distance: an upper limit for the length of a tangent. Set it for spaces such as hyperbolic space, where
+            rounded coordinates represent distant points inaccurately.
+        seeds: the number of random cases for each length and dtype.
         dtypes: the dtypes to check.
-        laws: the names of the laws to check; `None` for all.
-        validate: whether to check that all points and tangents are valid, as
-            [`Validated`][manifoldagg.manifolds.Validated] does.
+        laws: the names of the laws to check. By default, all laws are checked.
+        validate: whether to wrap the space in [`Validated`][manifoldagg.manifolds.Validated], which checks that all
+            points and tangents are valid.
         verbose: whether to print the verdict.
 
     Returns:
-        The verdict. A test asserts `verdict.holds`.
+        The verdict. In a test, assert that `verdict.holds` is true.
 
     Raises:
-        ArgumentError: if an argument is invalid, or the space has no tangents except 0.
+        ArgumentError: if an argument is invalid, or if all tangents of the space are 0.
 
     Example:
         >>> from manifoldagg.manifolds import Sphere

@@ -1,8 +1,12 @@
-r"""The laws of a manifold: mathematical properties that its primitives must satisfy, with one function per law.
+r"""The laws of a manifold: the mathematical properties that its primitives must satisfy.
 
-A law takes a [`LawCase`][manifoldagg.testing.LawCase] and returns the largest error and the allowed error. The
-tolerance depends on the dtype, the condition $\kappa$ of the space and the distance $t$. The allowed relative error is
-$\kappa\,\varepsilon\,(1 + 1/t) / \min(1, r - t)$, where $r$ is the injectivity radius.
+Each law is a function of a [`LawCase`][manifoldagg.testing.LawCase] that returns the largest error and the allowed
+error. For tangents that are computed from two points, the allowed relative error is
+$\kappa\,\varepsilon\,(1 + 1/t) / \min(1, r - t)$. Here, $\kappa$ is the condition number of the space, $\varepsilon$ is
+the machine precision of the dtype, $t$ is the distance of the points, and $r$ is the injectivity radius.
+
+The docstrings of the laws use this notation: $x$ and $y$ are points with the distance $t$, $u$ and $v$ are tangents at
+$x$, and $y = \exp_x u$. $\gamma$ is the geodesic from $x$ to $y$, $d$ is the distance, and $h$ is a small number.
 """
 
 import math
@@ -23,18 +27,18 @@ Violation = tuple[float, float]
 
 @dataclass(frozen=True)
 class LawCase:
-    """Random points and tangents, for which a law is checked.
+    """Random points and tangents for which a law is checked.
 
     Attributes:
         space: the space under test.
         seed: the seed of all random draws.
-        dtype: float32 or float64.
+        dtype: the dtype of the points and tangents.
         distance: the length of the tangents `u` and `v`, which is also the distance between `x` and `y`.
-        condition: the factor by which the formulas of the space may amplify rounding errors.
+        condition: the condition number of the space, the factor by which its formulas may amplify rounding errors.
         batch: the number of points.
-        x: points of the space.
-        u: tangents at `x`.
-        v: other tangents at `x`.
+        x: random points of the space.
+        u: random tangents at `x`.
+        v: other random tangents at `x`.
     """
 
     space: Manifold
@@ -63,7 +67,10 @@ class LawCase:
 
     @cached_property
     def cut_locus_margin(self) -> float:
-        """The distance to the cut locus, at most 1. Errors of log and transport are proportional to its inverse."""
+        """The distance between `y` and the cut locus of `x`, at most 1.
+
+        The allowed errors of log and transport are proportional to its inverse.
+        """
         return min(1.0, min_injectivity_radius(self.space, self.x) - self.distance)
 
     @property
@@ -78,7 +85,7 @@ class LawCase:
 
     @property
     def absolute_tolerance(self) -> float:
-        """The allowed error of a coordinate of a point."""
+        """The allowed absolute error of a coordinate of a point."""
         return self.rounding_error * max(1.0, self.distance, self.x.double().abs().max().item()) / self.cut_locus_margin
 
     def max_norm(self, x: Tensor, u: Tensor) -> float:
@@ -90,13 +97,16 @@ class LawCase:
         return (a - b).double().abs().max().item()
 
     def max_point_difference(self, a: Tensor, b: Tensor) -> float:
-        """Return the largest difference between points, independently of their representatives."""
+        """Return the largest difference between two batches of points.
+
+        If several tensors represent the same point, the result does not depend on the choice of the tensor.
+        """
         return self.max_difference(*(self.space.invariant(point.double()) for point in (a, b)))
 
 
 Law = Callable[[LawCase], Violation]
 LAWS: dict[str, tuple[frozenset[str], Law]] = {}
-"""All laws by name, each with the primitives that it needs."""
+"""All laws by name. Each value contains the primitives that the law needs, and the function."""
 
 GEODESIC = {"inner", "exp", "log"}
 PARALLEL = GEODESIC | {"transport"}
@@ -108,7 +118,12 @@ def min_injectivity_radius(space: Manifold, x: Tensor) -> float:
 
 
 def law(*primitives: str) -> Callable[[Law], Law]:
-    """Return a decorator that registers a law. The law applies to spaces that declare the given primitives."""
+    """Return a decorator that registers a law.
+
+    Args:
+        primitives: the names of the primitives that the law needs. `check_manifold` skips the law for a space that does
+            not declare all of them.
+    """
 
     def register(function: Law) -> Law:
         LAWS[function.__name__] = (frozenset(primitives), function)
@@ -171,7 +186,7 @@ def geodesics_are_reversible(s: LawCase) -> Violation:
 @law(*GEODESIC)
 def distance_is_a_metric(s: LawCase) -> Violation:
     """d(x, y) = d(y, x), d(x, x) = 0 and d(x, z) <= d(x, y) + d(y, z)."""
-    # The factor keeps all three points within the injectivity radius of each other.
+    # The length `far` is so small that all three points are within the injectivity radius of each other.
     far = min(0.5 * s.distance, (min_injectivity_radius(s.space, s.x) - s.distance) / 2)
     z = s.space.exp(s.x, far / s.distance * s.v)
     d = distance
@@ -269,7 +284,7 @@ def projections_are_idempotent(s: LawCase) -> Violation:
 
 @law("inner", "project_tangent")
 def project_tangent_is_orthogonal(s: LawCase) -> Violation:
-    """<w - Pw, v> = 0 for every tangent v."""
+    """<w - Pw, v> = 0 for every tangent v and every vector w, where P is the projection onto the tangent space."""
     w = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(s.seed + 1), dtype=s.dtype)
     removed = w - s.space.project_tangent(s.x, w)
     found = s.space.inner(s.x, removed, s.v).abs().max().item() / s.distance
@@ -278,12 +293,13 @@ def project_tangent_is_orthogonal(s: LawCase) -> Violation:
 
 @law("inner", "project_tangent")
 def the_gradient_represents_the_derivative(s: LawCase) -> Violation:
-    """<gradient(e), v> = e · v for every tangent v."""
+    """<gradient(e), v> = e · v for every tangent v, where e is a vector of partial derivatives."""
     e = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(s.seed + 2), dtype=s.dtype)
     axes = tuple(range(1, s.x.ndim))
     expected = (e.double() * s.v.double()).sum(axes)
     found = s.space.inner(s.x, s.space.gradient(s.x, e), s.v).double() - expected
-    # The rounding error is relative to the terms of the sum. The metric can change the length of the tangent.
+    # The error is relative to the Euclidean lengths of e and v, because the rounding error depends on the terms of the
+    # sum, and the metric can give v another length.
     size = e.double().square().sum(axes).sqrt() * s.v.double().square().sum(axes).sqrt()
     return (found / size).abs().max().item(), s.rounding_error
 
@@ -300,7 +316,7 @@ def logs_and_transports_are_tangent(s: LawCase) -> Violation:
 
 @law(*PARALLEL)
 def transport_is_an_isometry(s: LawCase) -> Violation:
-    """<Pu, Pv> = <u, v>."""
+    """<Pu, Pv> = <u, v>, where P is the parallel transport from x to y."""
     moved = [s.space.transport(s.x, s.y, w) for w in (s.u, s.v)]
     found = [
         s.space.inner(s.y, moved[i], moved[j]) - s.space.inner(s.x, (s.u, s.v)[i], (s.u, s.v)[j])
@@ -319,7 +335,7 @@ def transport_is_invertible(s: LawCase) -> Violation:
 
 @law(*PARALLEL)
 def transport_is_linear(s: LawCase) -> Violation:
-    """P(2u - 3v) = 2Pu - 3Pv."""
+    """P(2u - 3v) = 2Pu - 3Pv, where P is the parallel transport from x to y."""
     p = s.space
     of_sum = p.transport(s.x, s.y, 2 * s.u - 3 * s.v)
     sum_of_transported = 2 * p.transport(s.x, s.y, s.u) - 3 * p.transport(s.x, s.y, s.v)
@@ -328,7 +344,11 @@ def transport_is_linear(s: LawCase) -> Violation:
 
 @law(*PARALLEL)
 def transport_preserves_geodesic_velocity(s: LawCase) -> Violation:
-    """P log_x y = -log_y x, and exp of half the velocity, transported to the midpoint m, is y."""
+    """Parallel transport along a geodesic maps its velocity at the start to its velocity at any other point.
+
+    The law checks the end point and the midpoint m: P log_x y = -log_y x, where P is the transport from x to y, and
+    exp_m(Qu / 2) = y, where Q is the transport from x to m.
+    """
     velocity = s.space.transport(s.x, s.y, s.u)
     midpoint = geodesic(s.space, s.x, s.y, 0.5)
     end = s.space.exp(midpoint, 0.5 * s.space.transport(s.x, midpoint, s.u))
@@ -338,7 +358,10 @@ def transport_preserves_geodesic_velocity(s: LawCase) -> Violation:
 
 @law(*PARALLEL)
 def pole_ladder_equals_transport(s: LawCase) -> Violation:
-    """On a symmetric space, the pole ladder equals parallel transport. Projections violate this law."""
+    """On a symmetric space, the pole ladder equals parallel transport.
+
+    A space that implements transport as a projection onto the tangent space violates this law.
+    """
     if not s.space.symmetric or 2 * s.distance >= 0.9 * min_injectivity_radius(s.space, s.x):
         return 0.0, 0.0
     ladder = pole_ladder(s.space, s.x, s.y, s.v)
@@ -378,7 +401,7 @@ def operations_are_independent_across_batch(s: LawCase) -> Violation:
 
 @law(*GEODESIC, "project")
 def mean_of_two_points_is_midpoint(s: LawCase) -> Violation:
-    """The Karcher mean of two points is on their geodesic, and the mean of equal points is the point itself."""
+    """The weighted Karcher mean of two points is on their geodesic, and the mean of equal points is the same point."""
     if 2 * s.distance >= min_injectivity_radius(s.space, s.x):
         return 0.0, 0.0
     pair = torch.stack([s.x, s.y], 1)

@@ -1,4 +1,4 @@
-"""A reproducible asynchronous run of a rule, through `step`, `Server` or `aggregate`."""
+"""A reproducible asynchronous run of a rule, which can use `step`, `Server` or `aggregate`."""
 
 import copy
 from collections.abc import Callable, Hashable
@@ -35,22 +35,27 @@ MAX_SAMPLES = 9
 
 
 class Turn(NamedTuple):
-    """One update of a run: the position of its task among the tasks in flight, and the client that starts next."""
+    """The schedule of one update of a run.
+
+    Attributes:
+        place: the position of the completed task in the list of tasks in flight.
+        next_client: the client that starts the next task.
+    """
 
     place: int
     next_client: Hashable
 
 
 class Record(NamedTuple):
-    """One update of a run through a server.
+    """The record of one update that a server received.
 
     Attributes:
         client: the client that returned the update.
-        start_index: the number of updates that were applied before its task was dispatched.
-        message: the message of the rule.
+        start_index: the number of updates that the server had received when it dispatched the task.
+        message: the message of the task.
         payload: a copy of the payload.
         receipt: the receipt of the server.
-        model: the model of the server after the update (P,).
+        model: the server's model (P,) after the update.
     """
 
     client: Hashable
@@ -63,17 +68,26 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class RuleCase:
-    """A reproducible run of a rule. `len(clients)` tasks are always in flight, and they return in a random order.
+    """Reproducible asynchronous run of a rule, for which laws are checked.
+
+    The case determines the start model, the payloads and the order in which tasks return. The number of tasks in flight
+    is always the number of clients. The same run can use the methods of the rule (`direct_run`), a `Server`
+    (`server_run`) or `aggregate` (`aggregate_run`).
 
     Args:
         rule: the rule.
         space: the space of the models.
-        seed: the seed of all draws.
+        seed: the seed of all random draws.
         num_updates: the number of updates of the run.
         num_points: the number of control points of an update.
         clients: the names of the clients.
-        make_payload: a function that returns a payload; `None` for random payloads.
+        make_payload: a function of the message and a random number generator that returns the payload of a client. By
+            default, the payloads are random.
         by_tensor: whether the results of the rule may depend on the split of the model into tensors.
+
+    Attributes:
+        start: the start model (P,).
+        turns: the schedule of the updates.
     """
 
     rule: Rule
@@ -95,15 +109,19 @@ class RuleCase:
         object.__setattr__(self, "turns", tuple(Turn(place, self.clients[i]) for place, i in draws))
 
     def generator(self, index: int) -> torch.Generator:
-        """Return the generator of one update; index 0 belongs to the case itself."""
+        """Return one of the random number generators of the case.
+
+        Index 0 is the generator of the start model and the schedule. Index i + 1 is the generator of update i.
+        """
         return torch.Generator().manual_seed(2**20 * self.seed + index)
 
     @cached_property
     def sample_counts(self) -> dict[Hashable, int]:
-        """The sample counts of the clients. Their sum is a power of 2.
+        """The sample counts of the clients, whose sum is a power of 2.
 
-        A mean with the weights `update.share` is then bitwise equal to a mean with the weights `update.weight`. This
-        makes a `Server` comparable with `aggregate`, which provides no share.
+        With this sum, a mean with the weights `update.share` is bitwise equal to a mean with the weights
+        `update.weight`. The results of a `Server` can therefore be compared with those of `aggregate`, which provides
+        no `share`.
         """
         counts = list(range(1, len(self.clients)))
         total = 1
@@ -116,7 +134,7 @@ class RuleCase:
         return extra_fields(self.rule) == ({}, ())
 
     def payload(self, message: Message, index: int) -> Payload:
-        """Return the payload of update `index`, in newly allocated memory."""
+        """Return the payload of the update with the given index, in newly allocated memory."""
         generator = self.generator(index + 1)
         if self.make_payload is not None:
             return self.make_payload(message, generator)
@@ -134,11 +152,15 @@ class RuleCase:
         return self.space.exp(start, DISPLACEMENT * self.space.random_tangent(start, generator))
 
     def direct_run(self) -> "DirectRun":
-        """Return a run through `rule.step`, before its first update."""
+        """Start a run that calls the methods of the rule, and return it before its first update."""
         return DirectRun(self)
 
     def server_run(self, space: Manifold | None = None) -> "ServerRun":
-        """Return a run through a new server, before its first update."""
+        """Start a run of a new server, and return it before its first update.
+
+        Args:
+            space: the space of the server. The default is the space of the case.
+        """
         server = Server(space or self.space, self.rule, self.start, weights=self.sample_counts)
         run = ServerRun(self, server)
         for client in self.clients:
@@ -146,12 +168,17 @@ class RuleCase:
         return run
 
     def aggregate_run(self, space: ParameterSpace, records: list[Record]) -> "AggregateRun":
-        """Return a run through `aggregate` on the state dicts of a space, which repeats the updates of a server."""
+        """Start a run of `aggregate` on state dicts, and return it before its first update.
+
+        Args:
+            space: the space that defines the state dicts.
+            records: the updates of a server run, which the run repeats.
+        """
         return AggregateRun(self, space, records)
 
 
 class DirectRun:
-    """A run through the methods of the rule alone."""
+    """A run that calls the methods of the rule without a server."""
 
     def __init__(self, case: RuleCase) -> None:
         self.case = case
@@ -168,13 +195,13 @@ class DirectRun:
         return self.case.rule.message(self.case.space, self.state, self.current, self.client_states.get(client))
 
     def _dispatch(self, client: Hashable) -> None:
-        # The rule receives copies, so that a `message` that writes to its inputs cannot change the run.
+        # The rule receives copies, so that the run does not change if `message` writes to its inputs.
         inputs = copy.deepcopy((self.state, self.current, self.client_states.get(client)))
         sent = self.case.rule.message(self.case.space, *inputs)
         self.in_flight.append((client, self.version, self.current, replace(sent, start=sent.start.clone())))
 
     def next_update(self) -> Update:
-        """Return the next update, with copies of the base, the current model and the points."""
+        """Return the next update. Its base, current model and points are copies."""
         case = self.case
         client, version, base, message = self.in_flight.pop(case.turns[self.count].place)
         payload = case.payload(message, self.count)
@@ -195,7 +222,7 @@ class DirectRun:
         )
 
     def apply(self, update: Update, state: State, outcome: Outcome) -> None:
-        """Continue with the result of a step, and dispatch the next task."""
+        """Store the result of a step, and dispatch the next task."""
         self.state = state
         self.client_states[update.client] = outcome.client_state
         if outcome.model is not None:
@@ -208,7 +235,10 @@ class DirectRun:
 
 
 class ServerRun:
-    """A run through a server. Between two updates, a resumed server may replace the server."""
+    """A run of a server.
+
+    Between two updates, `resumed` can replace the server by a server that was resumed from a file.
+    """
 
     def __init__(self, case: RuleCase, server: Server) -> None:
         self.case = case
@@ -220,23 +250,23 @@ class ServerRun:
         self.in_flight.append((client, len(self.records), self.server.dispatch(client)))
 
     def resumed(self, server: Server) -> "ServerRun":
-        """Return the same run, continued on a resumed server."""
+        """Return a copy of the run that continues with a resumed server."""
         other = ServerRun(self.case, server)
         other.records = [*self.records]
         other.in_flight = [*self.in_flight]
         return other
 
     def next_task(self) -> tuple[Ticket, Payload]:
-        """Return the ticket and the payload of the next update, without applying it."""
+        """Return the ticket and the payload of the next update, but do not send the payload to the server."""
         count = len(self.records)
         _, _, ticket = self.in_flight[self.case.turns[count].place]
         return ticket, self.case.payload(ticket.message, count)
 
     def advance(self, num_updates: int) -> "ServerRun":
-        """Apply the next updates.
+        """Send the next updates to the server, and return the run.
 
         Raises:
-            ArgumentError: if the server rejects an update. The message contains the reason.
+            ArgumentError: if the server rejects an update. The error message contains the reason.
         """
         for _ in range(num_updates):
             ticket, payload = self.next_task()
@@ -252,7 +282,7 @@ class ServerRun:
         return self.advance(self.case.num_updates - len(self.records))
 
     def contents(self) -> dict[str, Any]:
-        """Return everything that an update may change: model, state, client states, version, history and tickets."""
+        """Return all parts of the server that an update can change, by name."""
         state = self.server.snapshot().server_state
         return {
             "model": self.server.model,
@@ -266,7 +296,7 @@ class ServerRun:
 
 
 class AggregateRun:
-    """A run through `aggregate` on state dicts."""
+    """A run of `aggregate` on state dicts, which repeats the updates of a server run."""
 
     def __init__(self, case: RuleCase, space: ParameterSpace, records: list[Record]) -> None:
         self.case = case
@@ -283,12 +313,12 @@ class AggregateRun:
         return current, base, points if len(points) > 1 else points[0]
 
     def step(self, current: Any, base: Any, update: Any, out: Any = None) -> tuple[Any, State, dict[str, float]]:
-        """Apply `aggregate` to models, with the staleness and the weight of the next update."""
+        """Call `aggregate` with the given models, and with the staleness and the weight of the next update."""
         record = self.records[len(self.models) - 1]
         return _aggregate(self.case.rule, self.state, current, base, update, record, self.space, out)
 
     def advance(self, num_updates: int) -> dict[str, float]:
-        """Apply the next updates, and return the metrics of the last update."""
+        """Aggregate the next updates, and return the metrics of the last update."""
         metrics: dict[str, float] = {}
         for _ in range(num_updates):
             model, self.state, metrics = self.step(*self.next_models())

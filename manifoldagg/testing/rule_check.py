@@ -37,36 +37,38 @@ def check_rule(
     laws: Iterable[str] | None = None,
     verbose: bool = True,
 ) -> Verdict:
-    """Check that a rule satisfies all laws of [`RULE_LAWS`][manifoldagg.testing.RULE_LAWS] that apply to it.
+    """Check that an aggregation rule satisfies the laws of the protocol `Rule`.
 
-    The laws are checked in several random asynchronous runs, one for each seed. In each run, every client always has
-    one task in flight, and the tasks return in a random order. The clients return random models near the models from
-    which they started.
+    Use this function to test a rule that you implement. It checks each law of
+    [`RULE_LAWS`][manifoldagg.testing.RULE_LAWS] that applies to the rule, in several random asynchronous runs, one for
+    each seed. In a run, as many tasks are in flight as there are clients, and the tasks return in a random order. The
+    clients return random models near their start models.
 
-    All laws require bitwise equality. If a rule raises an exception, the law counts as broken, and the finding contains
-    the exception. Warnings of the library are ignored.
+    All laws require bitwise equality. If the rule raises an exception, the law counts as broken, and the finding
+    contains the exception. Warnings are ignored.
 
     Args:
-        rule: an instance of a rule, which must be deterministic. For example, `Private` requires a `seed`.
+        rule: an instance of a rule. The rule must be deterministic. For example, `Private` requires a `seed`.
         space: the space of the models. The default is a flat space with four float32 tensors. The laws about state
             dicts require a [`ParameterSpace`][manifoldagg.manifolds.ParameterSpace].
-        num_points: the number of control points of an update. `FLOCO` requires its number of vertices.
-        clients: the names of the clients, strings or integers, for rules that depend on these names.
-        make_payload: a function of the message and a generator that returns the payload of a client. By default, the
-            points are near the start model. Further tensors that the rule declares are random. Further numbers are
-            copied from the message, or are 1.
-        by_tensor: whether the rule works tensor by tensor, so that its results may depend on the split of the model
-            into tensors. The law about the split is then omitted.
+        num_points: the number of control points of an update. For `FLOCO`, it must be the number of vertices.
+        clients: the distinct names of the clients, strings or integers. Set this option if the rule depends on the
+            names.
+        make_payload: a function of the message and a random number generator that returns the payload of a client. By
+            default, the points are near the start model, the additional tensors that the rule declares are random, and
+            the additional numbers are copied from the message or set to 1.
+        by_tensor: whether the rule processes each named tensor separately. The results of such a rule depend on the
+            split of the model into tensors, so the law about the split is omitted.
         seeds: the number of runs.
         num_updates: the number of updates of a run.
-        laws: the names of the laws to check; `None` for all.
+        laws: the names of the laws to check. By default, all laws are checked.
         verbose: whether to print the verdict.
 
     Returns:
-        The verdict. A test asserts `verdict.holds`.
+        The verdict. In a test, assert that `verdict.holds` is true.
 
     Raises:
-        ArgumentError: if an argument is invalid, or if the model does not move within `num_updates` updates.
+        ArgumentError: if an argument is invalid, or if the model does not change within `num_updates` updates.
 
     Example:
         >>> from manifoldagg.federated.rules import FedBuff
@@ -112,14 +114,14 @@ def check_rule(
 
 
 def _describe(rule: Any) -> str:
-    """Return the class of a rule with the options that differ from their defaults."""
+    """Return the class name of a rule with all options that differ from their defaults."""
     if not is_dataclass(rule):
         return short_repr(rule)
     changed = []
     for field in fields(rule):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         value = getattr(rule, field.name)
-        # The comparison uses representations, because the `==` of a tensor returns a tensor.
+        # The code compares representations, because `==` between tensors returns a tensor instead of a boolean.
         if field.init and repr(value) != repr(default):
             changed.append(f"{field.name}={short_repr(value)}")
     return f"{type(rule).__name__}({', '.join(changed)})"
@@ -141,10 +143,10 @@ def _check_clients(clients: Sequence[Hashable]) -> tuple[Hashable, ...]:
 
 
 def _check_model_moves(case: RuleCase) -> None:
-    """Check that the model changes during the run, so that the laws are not trivially satisfied."""
+    """Check that the model changes during the run. If it did not, many laws would hold trivially."""
     try:
         version = case.server_run().finish().server.version
-    except Exception:  # a law reports this exception
+    except Exception:  # the check of a law raises the same exception and reports it
         return
     if version == 0:
         raise ArgumentError(
@@ -153,7 +155,7 @@ def _check_model_moves(case: RuleCase) -> None:
 
 
 def _violation(law: RuleLaw, case: RuleCase) -> str:
-    """Return a description of the first difference or of the exception, or "" if the law holds."""
+    """Describe the first violation of a law or the exception, or return "" if the law holds."""
     try:
         violation = law(case)
     except Exception as error:  # user-defined rules may raise any exception

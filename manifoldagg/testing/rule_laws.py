@@ -1,7 +1,7 @@
-"""The laws of an aggregation rule: properties that the protocol `Rule` requires, with one function per law.
+"""The laws of an aggregation rule: the properties that the protocol `Rule` requires.
 
-A law takes a [`RuleCase`][manifoldagg.testing.RuleCase] and returns a description of the first violation, or an empty
-string. All laws require bitwise equality and have no tolerance.
+Each law is a function of a [`RuleCase`][manifoldagg.testing.RuleCase]. It returns a description of the first violation,
+or an empty string if the law holds. All laws require bitwise equality and have no tolerance.
 """
 
 import copy
@@ -26,7 +26,7 @@ RuleLaw = Callable[[RuleCase], str]
 Requirement = Callable[[RuleCase], str]
 """A function that returns the reason why a law does not apply to a case, or an empty string if the law applies."""
 RULE_LAWS: dict[str, tuple[tuple[Requirement, ...], RuleLaw]] = {}
-"""All laws by name, each with its requirements."""
+"""All laws by name. Each value contains the requirements of the law, and the function."""
 RECEIPT_METRICS = ("cosine", "step", "norm")
 HUGE = "a huge number"
 INVALID_ENTRIES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -35,13 +35,19 @@ INVALID_ENTRIES: dict[str, Callable[[Tensor], Tensor]] = {
     "a tensor of the wrong shape": lambda tensor: torch.stack([tensor, tensor]),
     HUGE: lambda tensor: torch.full_like(tensor, torch.finfo(tensor.dtype).max),
 }
-"""Functions that make the last tensor of an update invalid."""
+"""Functions that return an invalid replacement for a tensor of an update, by a description of the defect."""
 NUM_LAST = 3
-"""The number of final updates at which a law tries a huge update. Buffers have a different length at each of them."""
+"""The number of updates at the end of a run at which a law tries a huge update. With several such updates, the law also
+tests different fill levels of a rule's buffer."""
 
 
 def rule_law(*requirements: Requirement) -> Callable[[RuleLaw], RuleLaw]:
-    """Return a decorator that registers a law. The law applies to cases that satisfy all requirements."""
+    """Return a decorator that registers a law.
+
+    Args:
+        requirements: functions of a case that return the reason why the law does not apply, or an empty string.
+            `check_rule` omits the law if a requirement returns a reason.
+    """
 
     def register(function: RuleLaw) -> RuleLaw:
         RULE_LAWS[function.__name__] = (requirements, function)
@@ -51,7 +57,10 @@ def rule_law(*requirements: Requirement) -> Callable[[RuleLaw], RuleLaw]:
 
 
 def needs_state_dicts(case: RuleCase) -> str:
-    """Require that `aggregate` accepts the case: the model has named tensors, no adapters and no narrower dtypes."""
+    """Return why `aggregate` cannot run a case, or an empty string.
+
+    `aggregate` requires a model of named tensors without adapters. All tensors must have the dtype of the space.
+    """
     space = case.space
     if not isinstance(space, ParameterSpace) or space.adapters is not None:
         return "it requires a ParameterSpace without adapters"
@@ -69,7 +78,7 @@ def needs_flat_tensors(case: RuleCase) -> str:
 
 @rule_law()
 def step_is_pure(case: RuleCase) -> str:
-    """The same step from the same state gives the same bits, and writes to none of its inputs except `out`."""
+    """Equal inputs of `step` give bitwise equal results, and `step` does not write to its inputs except `out`."""
     rule, space = case.rule, case.space
     run = case.direct_run()
     first_results = []
@@ -79,7 +88,7 @@ def step_is_pure(case: RuleCase) -> str:
         inputs = copy.deepcopy((run.state, update, run.current))
 
         def written_input(where: str = where, inputs: Any = inputs, update: Any = update) -> str:
-            """Describe the first input that was written."""
+            """Describe the first input that `step` modified, or return ""."""
             names = (f"{where}the state", f"{where}update", f"{where}the current model")
             differences = map(first_difference, names, inputs, (run.state, update, run.current))
             return next((f"{words}: an input was written" for words in differences if words), "")
@@ -109,9 +118,10 @@ def step_is_pure(case: RuleCase) -> str:
 
 @rule_law()
 def nothing_is_aliased(case: RuleCase) -> str:
-    """The new model, state and client state do not share memory with each other or with the inputs of the call.
+    """The new model, state and client state do not share memory with each other or with the inputs of `step`.
 
-    A new state may share memory with the previous state, because both are immutable. The same holds for client states.
+    There is one exception: a new state may share memory with the previous state, and a new client state with the
+    previous client state, because rules do not modify states in place.
     """
     rule, space = case.rule, case.space
     start = case.start.clone()
@@ -142,9 +152,10 @@ def nothing_is_aliased(case: RuleCase) -> str:
 def rejection_changes_nothing(case: RuleCase) -> str:
     """A rejected update does not change the model, the state, the client states, the version or the history.
 
-    `Server` and `aggregate` must reject points that are not finite or have an invalid shape. The run then continues
-    exactly like a run without the invalid update. An update near the largest finite number may be rejected or accepted.
-    A private rule replaces points that are not finite by a zero update instead.
+    - `Server` and `aggregate` must reject points that are not finite or have an invalid shape. The run then continues
+      exactly like a run without the invalid update.
+    - An update near the largest finite number may be rejected or accepted.
+    - A private rule does not reject points that are not finite. It replaces such an update by a zero update.
     """
     run, twin = case.server_run(), case.server_run()
     is_private = getattr(case.rule, "is_private", False)
@@ -193,7 +204,7 @@ def aggregate_equals_server(case: RuleCase) -> str:
 
 @rule_law(needs_flat_tensors)
 def results_do_not_depend_on_the_split_into_tensors(case: RuleCase) -> str:
-    """The results are bitwise equal however the same entries are split into tensors."""
+    """The results do not depend on how the entries of a model are split into tensors."""
     size, dtype = case.start.numel(), case.start.dtype
     expected: Any = None
     for sizes in ([size], [size // 3, size - size // 3], [1] * size):
@@ -214,7 +225,8 @@ def results_do_not_depend_on_the_split_into_tensors(case: RuleCase) -> str:
 def a_run_can_be_resumed(case: RuleCase) -> str:
     """A run that is saved and resumed is bitwise equal to an uninterrupted run.
 
-    If clients receive and return only models, this also holds for `AsyncAggregator.state` and `load`.
+    The law checks `Server.save` and `Server.resume`. If the clients receive and return only models, it also checks
+    `AsyncAggregator.state` and `AsyncAggregator.load`.
     """
     count = case.num_updates // 2
     with tempfile.TemporaryDirectory() as folder:
@@ -223,7 +235,8 @@ def a_run_can_be_resumed(case: RuleCase) -> str:
         saved = copy.deepcopy(run.contents())
         run.server.save(path)
         paused = run.resumed(run.server)
-        # The run ends before another server exists, so that the servers cannot interact through the rule object.
+        # The original run ends before the second server exists, so that the two servers cannot interact through the
+        # shared rule object.
         run.finish()
         resumed = paused.resumed(Server.resume(path, case.space, case.rule))
         if violation := first_difference("after the resume: server", saved, resumed.contents()):
@@ -261,8 +274,8 @@ def _result_difference(where: str, expected: tuple[Any, Outcome], found: tuple[A
 def _invalid_payloads(payload: Payload, *, is_private: bool) -> dict[str, Payload]:
     """Return payloads that a server must reject, by a description of the defect.
 
-    A private rule uses a zero update instead of an update that is not finite, because a rejection would reveal this
-    update.
+    A private rule replaces points that are not finite by a zero update, because a rejection would reveal information
+    about the update. For such a rule, the result contains no payload with such points.
     """
     points = payload.points
     invalid = {}
@@ -283,13 +296,16 @@ def _invalid_payloads(payload: Payload, *, is_private: bool) -> dict[str, Payloa
 
 
 def _huge(payload: Payload) -> Payload:
-    """Return an update whose displacement overflows in most computations."""
+    """Return an update that is so large that most computations with it overflow."""
     largest = torch.finfo(payload.points.dtype).max
     return replace(payload, points=payload.points.sign() * largest)
 
 
 def _rejection(run: ServerRun, ticket: Any, what: str, payload: Payload, *, must_reject: bool) -> str | None:
-    """Describe the first change that a rejected update caused, or return `None` if the server accepted it."""
+    """Describe the first change that a rejected update caused, or return "" if it caused no change.
+
+    The result is `None` if the server accepted the update.
+    """
     before = copy.deepcopy(run.contents())
     original = copy.deepcopy(payload)
     if run.server.receive(ticket, payload).accepted:
@@ -300,7 +316,7 @@ def _rejection(run: ServerRun, ticket: Any, what: str, payload: Payload, *, must
 
 
 def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun) -> str:
-    """Describe the first change that `aggregate` made although it rejected an update."""
+    """Describe the first change that an update caused although `aggregate` rejected it, or return ""."""
     plain = case.aggregate_run(space, twin.records)
     run = case.aggregate_run(space, twin.records)
     for index in range(case.num_updates):
@@ -315,7 +331,10 @@ def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun
 
 
 def _aggregate_rejection(run: AggregateRun, kind: str) -> str:
-    """Describe the first change that an invalid update caused. It is also an error if `aggregate` accepts it."""
+    """Describe the first change that an invalid update caused, or return "".
+
+    If `aggregate` accepts the update, this is also a violation, unless the update is only huge.
+    """
     current, base, update = run.next_models()
     for model in update if isinstance(update, list) else [update]:
         name, tensor = [*model.items()][-1]
@@ -337,7 +356,7 @@ def _sends_models_only(run: ServerRun) -> bool:
 
 
 def _aggregator_resumes(case: RuleCase, space: ParameterSpace, run: ServerRun, count: int) -> str:
-    """Describe the first difference between a resumed aggregator and an uninterrupted aggregator."""
+    """Describe the first difference between a resumed and an uninterrupted `AsyncAggregator`, or return ""."""
     first = space.state_dict(case.start)
 
     def make() -> AsyncAggregator:

@@ -1,4 +1,4 @@
-"""Comparison of trees of tensors and values: the first bitwise difference, and shared memory."""
+"""Comparison of trees of tensors and other values: the first bitwise difference, and shared memory."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,17 +13,21 @@ from torch import Tensor
 __all__ = ["first_difference", "shared_memory"]
 
 ATOMS = (type, FunctionType, ModuleType, torch.dtype, torch.device, torch.Generator, str, bytes)
-"""Values that are compared as a whole, although some of them have attributes."""
+"""The types whose instances are compared as a whole, although some of them have attributes."""
 
 
 def first_difference(name: str, expected: Any, found: Any) -> str:
     """Describe the first bitwise difference between two trees, or return "" if the trees are equal.
 
-    NaN equals NaN, and -0.0 differs from 0.0. Objects without their own `__eq__` are compared by their attributes.
+    A tree consists of nested dicts, lists, tuples and objects. Its leaves are tensors, arrays and other values. The
+    comparison follows these conventions:
+
+    - NaN equals NaN, and -0.0 differs from 0.0.
+    - Dataclasses, and objects without their own `__eq__`, are compared by their attributes.
 
     Args:
         name: the name of the tree in the description.
-        expected: a tree of dicts, lists, tuples and objects with tensors and other values.
+        expected: the expected tree.
         found: the tree that is compared with `expected`.
 
     Example:
@@ -57,6 +61,10 @@ def first_difference(name: str, expected: Any, found: Any) -> str:
 def shared_memory(trees: Mapping[str, Any], others: Mapping[str, Any]) -> str:
     """Describe the first tensor in `trees` that shares memory with a tensor in `others`, or return "".
 
+    Args:
+        trees: trees by the names that the description uses.
+        others: other trees, also by name.
+
     Example:
         >>> x = torch.zeros(4)
         >>> shared_memory({"the state": {"m": x[2:]}}, {"the model": x[:2]})
@@ -72,7 +80,7 @@ def shared_memory(trees: Mapping[str, Any], others: Mapping[str, Any]) -> str:
 
 
 def _memory(name: str, tree: Any) -> Iterator[tuple[str, range]]:
-    """Yield the paths of the strided tensors of a tree, with the address ranges of their storages."""
+    """Yield the path of each strided tensor of a tree, with the address range of the tensor's storage."""
     for where, tensor in _tensors(name, tree):
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
@@ -90,14 +98,15 @@ def _tensors(name: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _branches(tree: Any) -> dict[Any, str] | None:
-    """Return the keys of the children of a tree with their Python notation, or `None` for a leaf."""
+    """Return the keys of the children of a tree with their Python notation, such as `[0]`, or `None` for a leaf."""
     if isinstance(tree, Mapping):
         return {("item", key): f"[{key!r}]" for key in tree}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return {("attribute", name): f".{name}" for name in tree._fields}
     if isinstance(tree, list | tuple):
         return {("item", i): f"[{i}]" for i in range(len(tree))}
-    # The generated `==` of a dataclass compares tensors, and a tensor of several entries has no truth value.
+    # The generated `__eq__` of a dataclass with tensors raises an exception, because a tensor with several entries
+    # has no truth value.
     kind: Any = type(tree)
     by_attributes = is_dataclass(tree) or kind.__eq__ is object.__eq__
     if by_attributes and hasattr(tree, "__dict__") and not isinstance(tree, ATOMS):

@@ -13,9 +13,10 @@ class Finding:
 
     Attributes:
         law: the name of the law.
-        ratio: the worst violation divided by the tolerance of the law. For an exact law, the ratio is 0 or infinity.
-        location: the case of the worst violation, with the difference or the exception.
-        exact: whether the law compares bits and has no tolerance.
+        ratio: the largest error divided by the error that the law allows. The law holds if the ratio is at most 1. For
+            an exact law, the ratio is 0 or infinity.
+        location: a description of the case with the largest error, and of the difference or the exception.
+        exact: whether the law requires bitwise equality and has no tolerance.
     """
 
     law: str
@@ -41,9 +42,9 @@ class Verdict:
     """The findings of all laws that apply to a manifold or a rule.
 
     Attributes:
-        subject: the representation of the manifold or rule.
-        findings: the results, one for each law that was checked.
-        omitted: the laws that were not checked, with the reasons.
+        subject: the name of the manifold or rule, with its options.
+        findings: the findings, one for each checked law.
+        omitted: the reasons why laws were not checked, by the name of the law.
     """
 
     subject: str

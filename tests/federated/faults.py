@@ -1,4 +1,4 @@
-"""What goes wrong between a program and its disk: calls that fail, do half of what they should, or are the last ones."""
+"""Simulated faults of a disk: calls that fail, calls that write only a part, and processes that are killed."""
 
 import errno
 import os
@@ -9,17 +9,17 @@ CALLS = ("open", "fstat", "write", "lseek", "fsync", "link", "replace", "unlink"
 
 
 class Killed(BaseException):
-    """Nothing is done from here on."""
+    """Exception that ends a simulated process. After it, the process does nothing."""
 
 
 class Disk:
-    """Stands in for the module `os`, and lets one call go wrong.
+    """Replacement of the module `os` in which one call fails.
 
     Args:
-        at: the number of the call; `None` for none.
-        fault: an errno, which that call raises without doing anything; `"short"`, a write of half of what was given,
-            after which all goes well; `"killed"` or `"torn"`, after which nothing is done any more, in the second case
-            after half of a write.
+        at: the index of the call that fails. If it is `None`, no call fails.
+        fault: the kind of failure. With an errno, the call raises this error and has no effect. With `"short"`, the call
+            writes half of its data, and later calls succeed. With `"killed"`, the process ends before the call. With
+            `"torn"`, the process ends after the call has written half of its data.
     """
 
     def __init__(self, at=None, fault=None):
@@ -34,7 +34,7 @@ class Disk:
         return (lambda *given: self._call(name, call, given)) if name in CALLS else call
 
     def bury(self):
-        """What the system does for a process that was killed: its files are closed, its locks are gone."""
+        """Release the files and locks of a simulated killed process, as the operating system does."""
         for file in self._open:
             with suppress(OSError):
                 os.close(file)
@@ -63,9 +63,9 @@ class Disk:
 
 
 def each(run, faults=(errno.ENOSPC, errno.EACCES, "short", "killed", "torn")):
-    """Every fault at every call that `run(disk)` makes: the disks, one after another, where it did not finish.
+    """Yield a disk for every fault at every call that `run(disk)` makes, if the run does not finish.
 
-    What is killed has been buried.
+    The files and locks of a killed process have already been released by `bury`.
     """
     sound = Disk()
     run(sound)

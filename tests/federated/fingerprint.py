@@ -1,4 +1,4 @@
-"""Everything of a server that a refusal must not change, as bytes that compare."""
+"""Comparable bytes of all parts of a server that a rejected update must not change."""
 
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -11,7 +11,7 @@ from manifoldagg.federated import Message, Outcome
 
 
 def bits(tree):
-    """A tree with its tensors as bytes: NaN equals NaN, and -0.0 is not 0.0."""
+    """Return a tree with its tensors as bytes. NaN equals NaN, and -0.0 differs from 0.0."""
     if isinstance(tree, Tensor):
         return (
             tuple(tree.shape),
@@ -26,12 +26,16 @@ def bits(tree):
 
 
 def versions(server):
-    """Which versions the store of a server has."""
+    """Return the versions that the store of a server contains."""
     return [name for kind, name in server._state.value.store.entries if kind == "version"]
 
 
 def fingerprint(server):
-    """Model, state, versions and their holders, tickets, memory, weights, norms, history, buffers, generators."""
+    """Return all parts of a server that a rejected update must not change.
+
+    The result contains the model, state, versions and their references, tickets, memory, weights, norms, history,
+    buffers and generators.
+    """
     state = server._state.value
     entries = state.store.entries
     kept = {key: (holders, kept.size, str(getattr(kept, "path", ""))) for key, (kept, holders) in entries.items()}
@@ -54,7 +58,10 @@ def fingerprint(server):
 
 
 class Adds:
-    """Adds each displacement to the model as it is: with displacements of 1 the model counts its updates."""
+    """Rule that adds each displacement to the model.
+
+    With displacements of 1, the entries of the model count the updates.
+    """
 
     cohort = 1
 
@@ -74,7 +81,7 @@ class Adds:
 
 
 class Gathers(Adds):
-    """Waits for `cohort` updates, adds their sum."""
+    """Rule that buffers `cohort` updates, and then adds their sum to the model."""
 
     def __init__(self, cohort, patient=True):
         self.cohort = cohort if patient else 1
@@ -93,7 +100,7 @@ class Gathers(Adds):
 
 
 class Listens:
-    """What an averaging has beside its `update`, where nothing is averaged or saved."""
+    """Base class of averages for tests, without `update`. It averages nothing and has no state."""
 
     average = None
 

@@ -1,4 +1,4 @@
-"""Deliberately wrong forms of something, and the laws that must catch them: what the tests of mutants share."""
+"""A catalogue of laws and of mutants, which are deliberately wrong versions that the laws must detect."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -9,13 +9,13 @@ from manifoldagg.errors import ManifoldAggError
 
 
 class Catalogue:
-    """The laws of the things that are `right`, by name, and the mutants that some of them must catch."""
+    """Laws by name, the correct objects `right` to which they apply, and the mutants that some of the laws must detect."""
 
     def __init__(self, right):
         self.right, self.laws, self.mutants = right, {}, {}
 
     def law(self, function):
-        """Register a function of a kit, which raises where the law does not hold."""
+        """Register a function of a kit as a law. The function raises an exception if the law is violated."""
         self.laws[function.__name__] = function
         return function
 
@@ -29,16 +29,16 @@ class Catalogue:
         return register
 
     def kit(self, **changes):
-        """What is right, but for the changes."""
+        """Return the correct objects with some of them replaced."""
         return SimpleNamespace(**(self.right | changes))
 
     def catching(self, mutant):
-        """The laws named beside a mutant that catch it."""
+        """Return the laws, among those named for a mutant, that detect it."""
         changes, laws = self.mutants[mutant]
         return [law for law in laws if breaks(self.laws[law], self.kit(**changes))]
 
     def tests(self):
-        """The two tests of a catalogue that is complete: to be bound to their names in the module."""
+        """Return the two tests of a complete catalogue. Bind them to their names in the test module."""
 
         @pytest.mark.parametrize("name", self.laws)
         def test_every_law_holds(name):
@@ -54,7 +54,7 @@ class Catalogue:
 
 
 def breaks(law, wrong):
-    """Whether a law does not hold for a kit."""
+    """Return whether a kit violates a law."""
     try:
         law(wrong)
     except (AssertionError, ArithmeticError, ManifoldAggError):

@@ -1,4 +1,4 @@
-"""The life of a server, drawn at random: clients that join late, leave, come back with old tickets, fail and lie."""
+"""Random run of a server with clients that join late, leave, return old tickets, fail, and send invalid updates."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ SPACE = Flat(SIZE)
 
 @dataclass(frozen=True)
 class Sent:
-    """A client was sent to work."""
+    """Event: the server dispatched a task to a client."""
 
     client: int
     message: Message
@@ -23,7 +23,10 @@ class Sent:
 
 @dataclass(frozen=True)
 class Came:
-    """An update was taken: from where the client started, to where it came, and the server's model after it."""
+    """Event: the server received an update.
+
+    It contains the client's start model and points, and the server's model after the update.
+    """
 
     client: int
     base: torch.Tensor
@@ -34,10 +37,10 @@ class Came:
 
 
 def life(rule, seed, events=40, clients=5, **options):
-    """What happened to a server, in order.
+    """Return the events of a random run of a server, in order.
 
-    Client i joins with event 6 i; client 1 is sent to work for the last time in the middle; one ticket in ten is
-    dropped, one update in ten is no number, which must change nothing. `options` are the server's.
+    Client i joins at event 6 i, and client 1 gets its last task in the middle of the run. One ticket in ten is dropped.
+    One update in ten is NaN, and the server must reject it. `options` are those of the server.
     """
     generator = torch.Generator().manual_seed(seed)
     server, out, happened = Server(SPACE, rule, draw(seed, SIZE), **grouped(**options)), [], []
@@ -71,5 +74,5 @@ def life(rule, seed, events=40, clients=5, **options):
 
 
 def arrivals(rule, seed, **options):
-    """The updates of a life."""
+    """Return the updates of a random run."""
     return [event for event in life(rule, seed, **options) if isinstance(event, Came)]

@@ -1,4 +1,4 @@
-"""Buffers and dtypes: a policy for each, the same in the server and in `aggregate`."""
+"""Tests of buffers and dtypes: the policy of each buffer acts in the same way in the server and in `aggregate`."""
 
 import pickle
 from dataclasses import replace
@@ -57,7 +57,7 @@ def send(space, server, mean, count=5, rule=None):
     return {name: server.state_dict()[name] for name in brought}
 
 
-def test_policies_by_name_and_pattern():
+def test_buffer_policies_match_names_and_patterns():
     assert resolve_policies(ENTRIES, ()) == {
         "1.running_mean": "average",
         "1.running_var": "average",
@@ -80,7 +80,7 @@ def test_policies_by_name_and_pattern():
 
 
 class Positions(nn.Module):
-    """A module whose forward pass needs its integer buffers: of positions and of batches."""
+    """Module whose forward pass needs its integer buffers for positions and batch counts."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ class Positions(nn.Module):
         return self.norm(self.embedding(self.position_ids))
 
 
-def test_no_client_breaks_the_forward_pass_of_others_by_integers():
+def test_integer_buffers_of_attacker_do_not_break_other_clients():
     server = Server.of(Positions(), FedAsync(0.5))
     hostile = Positions().state_dict() | {"position_ids": torch.tensor([9, -1, 2, 3])}
     for count in (-1, -(2**63), 0):
@@ -115,7 +115,7 @@ def test_counters_never_decrease(size, policy):
 
 
 def test_counters_have_a_largest_value():
-    """Beyond it the client's next batch would make the counter negative."""
+    """Above the limit, the client's next batch would make the counter negative."""
     model = nn.BatchNorm1d(2)
     server = Server.of(model, FedAsync(0.5))
     state = model.state_dict() | {"num_batches_tracked": torch.tensor(2**63 - 1)}
@@ -125,7 +125,7 @@ def test_counters_have_a_largest_value():
     assert server.receive_model(server.dispatch("a"), state, samples=1).accepted
 
 
-def test_averaged_buffers_go_with_the_step_and_counters_keep_the_largest():
+def test_averaged_buffers_follow_the_step_and_counters_are_maximised():
     space, server = start()
     after = send(space, server, mean=8.0)
     assert after["1.running_mean"].tolist() == [2.0, 2.0]
@@ -134,7 +134,7 @@ def test_averaged_buffers_go_with_the_step_and_counters_keep_the_largest():
     assert after["mask"].tolist() == [True, False]
 
 
-def test_latest_and_leave():
+def test_policies_latest_and_leave():
     space, server = start(buffer_policy={"*mean": "latest", "*var": "leave", "*tracked": "leave"})
     after = send(space, server, mean=8.0)
     assert after["1.running_mean"].tolist() == [8.0, 8.0]
@@ -142,7 +142,7 @@ def test_latest_and_leave():
     assert after["1.num_batches_tracked"].item() == 0
 
 
-def test_a_rule_that_waits_averages_the_buffers_of_all():
+def test_buffering_rule_averages_the_buffers_of_all_updates():
     space, server = start(Gathers(3, patient=False))
     assert send(space, server, mean=3.0, count=1)["1.running_mean"].tolist() == [0.0, 0.0]
     assert send(space, server, mean=6.0, count=2)["1.num_batches_tracked"].item() == 0
@@ -152,7 +152,7 @@ def test_a_rule_that_waits_averages_the_buffers_of_all():
 
 
 @pytest.mark.parametrize("patient", [True, False])
-def test_buffers_that_wait_are_copies(patient):
+def test_buffered_buffers_are_copies(patient):
     _, server = start(Gathers(2, patient))
     message = server.dispatch("a").message
     mine = {name: torch.full_like(message.buffers[name], 3) for name in message.requested_buffers}
@@ -181,7 +181,7 @@ def test_buffers_of_any_dtype_are_checked_for_nan(dtype):
     assert server.state_dict()["odd"].to(torch.complex64).tolist() == [expected] * 2
 
 
-def test_waiting_buffers_are_weighted():
+def test_buffered_buffers_are_weighted():
     now = PackedBuffers.of({"b": "average"}, {"b": torch.zeros(1)})
     waiting = accumulate(None, {"b": torch.tensor([1.0])}, now, 0.25)
     waiting = accumulate(waiting, {"b": torch.tensor([5.0])}, now, 0.75)
@@ -200,7 +200,7 @@ def test_the_buffers_of_a_single_update_are_its_own_bit_for_bit(seed):
     assert torch.equal(apply_pending(waiting, now, {})["b"], theirs)
 
 
-def test_infinities_of_a_mask_stay_and_others_are_refused():
+def test_infinities_of_a_mask_are_kept_and_others_are_rejected():
     mask = torch.tensor([0.0, -float("inf")])
     # Another buffer that lies in the same vector is not to blame.
     now = PackedBuffers.of({"even": "average", "mask": "average"}, {"even": torch.ones(3), "mask": mask})
@@ -237,7 +237,7 @@ def test_packed_buffers_are_a_mapping_of_copies():
     assert bits(packed) == before
 
 
-def test_what_waits_is_of_the_same_buffers():
+def test_accumulate_rejects_buffers_with_other_policies():
     now = {name: PackedBuffers.of({"b": name}, {"b": torch.zeros(1)}) for name in ("average", "latest")}
     waiting = accumulate(None, {"b": torch.ones(1)}, now["average"], 1.0)
     with pytest.raises(ArgumentError, match="buffers: expected the buffers and policies of the buffered updates"):
@@ -245,7 +245,7 @@ def test_what_waits_is_of_the_same_buffers():
 
 
 class Counted(TorchDispatchMode):
-    """Counts the operators that read or write entries."""
+    """Counter of the operators that read or write entries."""
 
     def __init__(self):
         super().__init__()
@@ -256,8 +256,8 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_hundred_buffers_take_no_more_operators_than_two():
-    """What there is of one dtype is checked, added and copied as one vector."""
+def test_number_of_operators_does_not_grow_with_the_buffers():
+    """All buffers of one dtype are checked, added and copied as one vector."""
     counts = []
     for layers in (1, 50):
         net = nn.Sequential(nn.Linear(2, 2), *(nn.BatchNorm1d(2, affine=False) for _ in range(layers)))
@@ -271,7 +271,7 @@ def test_a_hundred_buffers_take_no_more_operators_than_two():
     assert counts[0] == counts[1]
 
 
-def test_clients_get_the_buffers():
+def test_message_contains_the_buffers():
     space, server = start()
     send(space, server, mean=8.0)
     message = server.dispatch("a").message
@@ -280,7 +280,7 @@ def test_clients_get_the_buffers():
     assert server.state_dict()["1.running_mean"].tolist() == [2.0, 2.0]
 
 
-def test_a_ticket_is_a_state_dict_for_a_client_s_module():
+def test_ticket_state_dict_loads_into_the_client_module():
     space, server = start(buffer_policy={"1.*": "leave", "*": "average"})
     send(space, server, mean=8.0)
     ticket = server.dispatch("a")
@@ -295,7 +295,7 @@ def test_a_ticket_is_a_state_dict_for_a_client_s_module():
         Server(Flat(2), FedAsync(0.5), torch.zeros(2)).dispatch("a").state_dict()
 
 
-def test_dtypes_return_as_they_came_from_float32_masters():
+def test_dtypes_of_buffers_are_restored_from_float32_masters():
     model = net()
     nn.init.ones_(model[2].weight)
     space = ParameterSpace.of(model)
@@ -311,7 +311,7 @@ def test_dtypes_return_as_they_came_from_float32_masters():
     assert server.state_dict()["2.weight"].tolist() == [[1.0625, 1.0625]]
 
 
-def test_a_server_without_buffers_takes_none():
+def test_server_without_buffers_rejects_buffers():
     model = net()
     space = ParameterSpace.of(model)
     server = Server(space, Adds(), space.point(model))
@@ -322,7 +322,7 @@ def test_a_server_without_buffers_takes_none():
     assert set(server.state_dict()) == {"0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"}
 
 
-def test_aggregate_takes_the_same_policies():
+def test_aggregate_supports_the_same_policies():
     model = {name: t.float() if t.is_floating_point() else t for name, t in net().state_dict().items()}
     other = {name: t + 1 if t.is_floating_point() else t for name, t in model.items()}
     for policy, expected in (("average", 0.25), ("latest", 1.0), ("leave", 0.0)):
@@ -352,7 +352,7 @@ def test_aggregate_takes_the_same_policies():
         (lambda: started_with({"1.num_batches_tracked": torch.tensor(0.0)}), "buffers: 1.num_batches_tracked: expected torch.int64"),
     ],
 )  # fmt: skip
-def test_bad_buffers_are_refused_by_name(call, words):
+def test_invalid_buffers_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 

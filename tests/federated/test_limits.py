@@ -1,4 +1,4 @@
-"""What the intake scales back, and what it refuses for its direction."""
+"""Tests of update limits: clipping, and rejection by norm or direction."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ P = 7
 
 
 def life(rule, updates, update_limits=None, count=1):
-    """Receipts of updates that come two late, and the server."""
+    """Return the receipts of updates with staleness 2, and the server."""
     server = Server(Flat(P), rule, torch.zeros(P), weights="uniform", limits=update_limits or ServerLimits())
     tickets = [server.dispatch(i) for i in range(3)]
     receipts = []
@@ -35,12 +35,12 @@ def life(rule, updates, update_limits=None, count=1):
 @pytest.mark.parametrize("name", RULES)
 @settings(max_examples=3)
 @given(seeds, st.floats(-2, 2))
-def test_a_rule_sees_the_scaled_update_and_nothing_else(name, seed, exponent):
+def test_rule_receives_only_the_clipped_update(name, seed, exponent):
     count, limit = (2 if name == "AsyncBezier" else 1), 10.0**exponent
     moves = [draw(seed + i, count, P, dtype=torch.float32, scale=3.0**i / 9) for i in range(6)]
 
     def formula(move):
-        """Base plus lambda times displacement, in float64, rounded once."""
+        """Return the base plus lambda times the displacement, computed in float64 and rounded once."""
 
         def points(base):
             reached = (base + move).double()
@@ -62,7 +62,7 @@ def test_a_rule_sees_the_scaled_update_and_nothing_else(name, seed, exponent):
 
 @settings(max_examples=5)
 @given(seeds)
-def test_what_is_short_enough_is_taken_bit_for_bit(seed):
+def test_update_below_the_limits_is_applied_unchanged(seed):
     updates = [lambda base, i=i: base + draw(seed + i, 1, P, dtype=torch.float32) for i in range(5)]
     receipts, ours = life(FedOrtho(0.7), updates, UpdateLimits(clip=1e3, clip_factor=1e3, min_cosine=-1.0))
     _, theirs = life(FedOrtho(0.7), updates)
@@ -80,7 +80,7 @@ SPACES = {
 
 
 def points_on(space, seed, count, reach=0.3):
-    """A base, and points at most `reach` from it."""
+    """Return a base, and points at a distance of at most `reach`."""
     generator = torch.Generator().manual_seed(seed)
     base = space.random_point(generator=generator, dtype=torch.float64)
     starts = base.expand(count, *base.shape)
@@ -92,7 +92,7 @@ def points_on(space, seed, count, reach=0.3):
 @pytest.mark.parametrize("name", SPACES)
 @settings(max_examples=8)
 @given(seeds, st.floats(0.01, 0.99))
-def test_it_stays_on_its_geodesic_and_is_as_long_as_the_limit(name, seed, kept):
+def test_clipped_update_is_on_its_geodesic_at_the_limit(name, seed, kept):
     space = SPACES[name]
     base, points = points_on(space, seed, 2)
     scaled = clip_update(space, base, points, kept)
@@ -102,14 +102,14 @@ def test_it_stays_on_its_geodesic_and_is_as_long_as_the_limit(name, seed, kept):
 
 
 @given(seeds, st.floats(0.01, 0.99))
-def test_where_leaves_are_of_low_rank_it_is_no_longer_than_the_limit(seed, kept):
+def test_clipped_update_of_low_rank_leaves_is_within_the_limit(seed, kept):
     space = LowRank(5, 4, 2)
     base, *points = (space.random_point(generator=torch.Generator().manual_seed(seed + i)) for i in range(3))
     scaled = clip_update(space, base, torch.stack(points), kept)
     assert update_norm(space, base, scaled) <= kept * update_norm(space, base, torch.stack(points)) * (1 + 1e-5)
 
 
-def test_the_running_median_counts_what_was_left():
+def test_running_median_uses_clipped_norms():
     update_limits = UpdateLimits(clip_factor=2.0, norm_after=3, norm_window=5)
     server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), limits=update_limits)
 
@@ -127,7 +127,7 @@ def test_the_running_median_counts_what_was_left():
 
 
 def captured(update_limits, move, honest=9, updates=51):
-    """A server to which nine clients and one attacker have sent updates, the attacker the last 51."""
+    """Return a server that received updates from nine clients and one attacker, who sent the last 51."""
     server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), limits=ServerLimits(update_limits))
     for i in range(honest):
         assert send(server, f"ward-{i}", 1.0).accepted
@@ -168,7 +168,10 @@ def test_a_client_does_not_set_its_own_limit():
 
 @pytest.mark.parametrize("size", [1e-6, 1e6])
 def test_the_window_recovers_from_a_majority_of_attackers(size):
-    """Names that are gone had set the limit: each refused update counts as the limit, so that it grows again."""
+    """Clients that have left had determined the limit.
+
+    Each rejected update counts as the limit, so the limit grows again.
+    """
     limits = UpdateLimits(norm_factor=10.0, clip_factor=1e9)
     server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), limits=ServerLimits(limits))
     for i in range(11):
@@ -179,7 +182,7 @@ def test_the_window_recovers_from_a_majority_of_attackers(size):
     assert not send(server, "ward-3", 1e3).accepted
 
 
-def test_refused_updates_raise_the_limit_by_no_more_than_the_factor():
+def test_rejected_updates_raise_the_limit_by_at_most_the_factor():
     limits = UpdateLimits(norm_factor=3.0)
     server = captured(limits, 1.0)
     for i in range(200):
@@ -208,14 +211,14 @@ def test_the_window_forgets_the_oldest_client():
     assert server._state.value.model_state.norms == (("c", 3.0), ("a", 4.0), ("d", 5.0))
 
 
-def test_with_a_limit_and_a_factor_the_smaller_one_counts():
+def test_smaller_of_limit_and_factor_applies():
     assert UpdateLimits(clip=3.0, clip_factor=2.0, norm_after=1).clip_threshold([1.0]) == 2.0
     assert UpdateLimits(clip=3.0, clip_factor=2.0, norm_after=1).clip_threshold([2.0]) == 3.0
     # A median of 0 says nothing.
     assert UpdateLimits(clip_factor=2.0, norm_after=1).clip_threshold([0.0]) == math.inf
 
 
-def test_what_is_beyond_max_norm_is_refused_not_clipped():
+def test_update_above_max_norm_is_rejected_instead_of_clipped():
     server = Server(Flat(1), FedAsync(1.0), torch.zeros(1), limits=UpdateLimits(max_norm=10.0, clip=1.0))
     assert server.receive(server.dispatch("a").id, Payload(torch.full((1, 1), 9.0), 1)).clipped
     receipt = server.receive(server.dispatch("a").id, Payload(torch.full((1, 1), 12.0), 1))
@@ -226,7 +229,7 @@ def test_what_is_beyond_max_norm_is_refused_not_clipped():
 
 @settings(max_examples=8)
 @given(seeds, st.floats(-1, 1))
-def test_the_gate_asks_for_the_cosine_that_receipts_tell(seed, least):
+def test_cosine_gate_uses_the_cosine_of_the_receipt(seed, least):
     updates = [lambda base, i=i: base + draw(seed + i, 2, P, dtype=torch.float32) for i in range(8)]
     receipts, server = life(AsyncBezier(0.5), updates, UpdateLimits(min_cosine=least))
     late = [r for r in receipts if r.accepted and not math.isnan(r.cosine)]
@@ -241,7 +244,7 @@ def test_the_gate_asks_for_the_cosine_that_receipts_tell(seed, least):
 @pytest.mark.parametrize("name", ["sphere", "hyperbolic", "product"])
 @settings(max_examples=8)
 @given(seeds)
-def test_the_cosine_at_the_base_is_that_of_parallel_transport_to_the_model(name, seed):
+def test_cosine_at_the_base_equals_cosine_after_parallel_transport(name, seed):
     space = SPACES[name]
     base, (point, current) = points_on(space, seed, 2)
     passage = Transporter(space, base, current, "parallel")
@@ -254,7 +257,7 @@ def test_the_cosine_at_the_base_is_that_of_parallel_transport_to_the_model(name,
         UpdateLimits(min_cosine=min(1.0, cosine + 1e-6)).apply(space, update, ())
 
 
-def test_updates_that_are_not_late_pass_whatever_they_say():
+def test_fresh_updates_always_pass_the_cosine_gate():
     for narrow in (None, torch.bfloat16):
         server = Server(
             Flat(2),
@@ -268,7 +271,7 @@ def test_updates_that_are_not_late_pass_whatever_they_say():
             assert server.receive(ticket.id, Payload(ticket.message.start[None] + away, 1)).accepted
 
 
-def test_who_did_not_move_has_no_direction():
+def test_zero_update_passes_the_cosine_gate():
     server = Server(Flat(2), FedAsync(0.5), torch.zeros(2), limits=UpdateLimits(min_cosine=0.5))
     late, first = server.dispatch("late"), server.dispatch("first")
     assert server.receive(first.id, Payload(torch.ones(1, 2), 1)).accepted
@@ -283,6 +286,6 @@ def test_who_did_not_move_has_no_direction():
         ({"min_cosine": 1.5}, "min_cosine: expected a finite number"),
     ],
 )
-def test_limits_out_of_range_are_refused(options, message):
+def test_limits_out_of_range_are_rejected(options, message):
     with pytest.raises(ArgumentError, match=message):
         UpdateLimits(**options)

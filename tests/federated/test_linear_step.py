@@ -36,7 +36,7 @@ def model_of(seed, dtype, scale=1.0):
 
 
 def run(rule, seed, dtype, steps=5, **options):
-    """The models, states and metrics of some stale steps."""
+    """Return the models, states and metrics of several stale steps."""
     models, state, found = [model_of(seed, dtype)], None, []
     for i in range(steps):
         base = models[max(0, len(models) - 3)]
@@ -69,12 +69,12 @@ def assert_same(one, two):
 
 @pytest.mark.parametrize("rule", LINEAR, ids=repr)
 @given(seed=seeds, dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
-def test_one_pass_has_the_bits_of_two(rule, seed, dtype):
+def test_one_pass_is_bitwise_equal_to_two_passes(rule, seed, dtype):
     assert_same(run(rule, seed, dtype), run(rule, seed, dtype, out=True))
 
 
 @pytest.mark.parametrize("rule", LINEAR, ids=repr)
-def test_a_linear_rule_makes_one_pass_in_new_memory(rule):
+def test_linear_rule_makes_one_pass_into_new_memory(rule):
     passes = []
     plain = {name: getattr(selection, name) for name in ("block_products", "combine", "gram_combine")}
 
@@ -111,14 +111,14 @@ def test_a_model_that_would_overflow_is_rejected(in_place):
 
 @dataclass(frozen=True)
 class Renamed(ASGD):
-    """A wrapper that forgets the rest of a linear step."""
+    """Wrapper rule that does not forward the linear step."""
 
     def plan(self, space, state, update):
         after, outcome = super().plan(space, state, update)
         return after, Outcome(outcome.model, outcome.client_state, {"mine": 1.0})
 
 
-def test_a_model_without_its_linear_step_is_measured():
+def test_model_without_linear_step_is_measured():
     current, base, update = [torch.ones(3)], [torch.zeros(3)], [torch.full((3,), 2.0)]
     new, _, metrics = aggregate(Renamed(0.5), None, current, base, update)
     assert new[0].tolist() == [2.0] * 3
@@ -127,7 +127,7 @@ def test_a_model_without_its_linear_step_is_measured():
         aggregate(Renamed(0.5), None, current, base, [torch.full((3,), float("nan"))])
 
 
-def test_a_server_that_rejected_an_update_goes_on_as_if_it_had_not_come():
+def test_rejected_update_does_not_affect_later_updates():
     found = []
     for hostile in (False, True):
         server = Server(Flat(1000), Momentum(ASGD(0.5)), torch.zeros(1000), weights={"honest": 1, "hostile": 1})
@@ -158,7 +158,7 @@ def test_a_rate_that_depends_on_the_drift_is_not_linear():
     assert ASGD(1.0, decay=0.5).fixed_coefficients is None
 
 
-def test_a_rule_that_corrects_otherwise_is_not_linear():
+def test_rule_with_nonlinear_correction_is_not_linear():
     class Halved(ASGD):
         def correct(self, frame, state):
             done = super().correct(frame, state)

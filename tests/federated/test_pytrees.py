@@ -1,4 +1,7 @@
-"""Trees: walked in one order, each storage counted once, set apart where memory is shared."""
+"""Tests of functions for trees.
+
+They cover traversal in a fixed order, sizes without repeated storages, and copies of shared memory.
+"""
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from manifoldagg.manifolds import Flat
 from tests.federated.fingerprint import bits
 
 
-def test_trees_are_walked_compared_and_set_apart():
+def test_tree_functions_traverse_compare_and_unalias():
     x = torch.zeros(8)
     y = torch.ones(2)
     tree = {"a": [x[:2], 3], "b": (x[2:], {"c": y, "d": None}), "e": "word"}
@@ -37,7 +40,7 @@ def test_trees_are_walked_compared_and_set_apart():
 
 
 class Pool(TorchDispatchMode):
-    """What of torch's work on many entries is shared among its threads: the operators that take or give that many."""
+    """Recorder of torch operators with so many entries that torch distributes them over threads."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +64,7 @@ def two_threads():
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_medium_tensors_are_copied_and_checked_in_the_callers_thread(dtype):
+def test_medium_tensors_are_processed_in_the_thread_of_the_caller(dtype):
     x = torch.arange(2.0**16, dtype=dtype)
     with Pool() as pool:
         y = copy_tensor(x)
@@ -92,7 +95,7 @@ def test_finite_tensors_whose_sum_overflows_are_finite(dtype, size):
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_a_client_of_a_medium_model_gets_it_without_waking_threads():
+def test_dispatch_of_medium_model_starts_no_threads():
     server = Server(Flat(2**16), FedAsync(0.5), torch.zeros(2**16))
     with Pool() as pool:
         ticket = server.dispatch("a")

@@ -1,4 +1,4 @@
-"""Rates that follow the version, and weights that follow the staleness."""
+"""Tests of rates that depend on the version, and of weights that depend on the staleness."""
 
 import math
 import re
@@ -36,7 +36,7 @@ def test_a_cycle_repeats_and_is_its_own_mirror_image(low, rise, period):
 
 
 @given(st.floats(0.01, 2), st.floats(0, 2), st.integers(1, 9))
-def test_a_cosine_goes_from_start_to_end_and_stays_or_begins_again(start, end, period):
+def test_cosine_ends_at_its_end_value_or_restarts(start, end, period):
     once, again = Cosine(start, end, period), Cosine(start, end, period, restarts=True)
     assert once(0) == again(0) == again(period) == pytest.approx(start, rel=1e-15)
     assert once(period) == once(period + 7) == pytest.approx(end, abs=1e-15)
@@ -52,7 +52,7 @@ def test_numbers_and_functions_are_rates():
 
 
 @pytest.mark.parametrize("make", [ASGD, FedAsync, lambda rate: FedBuff(2, rate), lambda rate: FedAvg(2, rate)])
-def test_a_rule_asks_for_its_rate_once_a_version(make):
+def test_rule_evaluates_its_rate_once_per_version(make):
     asked = []
     rule = make(lambda version: asked.append(version) or 0.5)
     space, state, model = Flat(3), rule.init(Flat(3), draw(0, 3)), draw(0, 3)
@@ -63,7 +63,7 @@ def test_a_rule_asks_for_its_rate_once_a_version(make):
 
 
 @pytest.mark.parametrize("weight", [Polynomial(), Polynomial(3.0), Hinge(), Hinge(0.0)])
-def test_a_staleness_that_no_float_is_has_the_weight_of_the_largest(weight):
+def test_staleness_beyond_float_range_has_the_weight_of_the_largest_float(weight):
     largest = weight_at(weight, int(sys.float_info.max))
     assert [weight_at(weight, 10**digits) for digits in (309, 400, 5000)] == [largest] * 3
     assert weight_at(weight, 10**308) >= largest
@@ -100,7 +100,7 @@ def test_a_schedule_gives_the_rate_of_each_step():
         (lambda: FedAdam(2, lambda version: "slow", beta1=2), "beta1: expected"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
@@ -122,7 +122,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_what_a_schedule_cannot_be_is_its_owners_fault(name):
+def test_invalid_value_of_schedule_raises_rule_error(name):
     function, words = UNUSABLE[name]
     with pytest.raises(RuleError, match=re.escape(f"rate(3): {words}")):
         rate_at(function, 3)
@@ -130,7 +130,7 @@ def test_what_a_schedule_cannot_be_is_its_owners_fault(name):
         weight_at(function, 2)
 
 
-def test_what_a_schedule_raises_comes_out_and_is_no_refusal():
+def test_exception_in_schedule_is_propagated():
     with pytest.raises(ZeroDivisionError):
         rate_at(lambda version: 1 / version, 0)
     with pytest.raises(RuleError, match="place: expected another one"):
@@ -156,7 +156,7 @@ SCHEDULED = {
 
 
 @pytest.mark.parametrize("name", SCHEDULED)
-def test_no_client_is_blamed_for_a_schedule(name):
+def test_step_raises_rule_error_for_invalid_schedule(name):
     rule = SCHEDULED[name](lambda place: math.nan)
     state, model = rule.init(Flat(3), draw(0, 3)), draw(0, 3)
     brought = {key: draw(1, 3) for key in getattr(rule, "tensors", {})}
@@ -167,7 +167,7 @@ def test_no_client_is_blamed_for_a_schedule(name):
         rule.step(Flat(3), state, update)
 
 
-def test_a_step_size_that_is_no_number_is_the_rules_fault():
+def test_invalid_step_size_raises_rule_error():
     rule = ASGD(1e308)
     model = draw(0, 3)
     with pytest.raises(RuleError, match="rate: step size: expected a finite number >= 0, got inf"):
@@ -175,7 +175,7 @@ def test_a_step_size_that_is_no_number_is_the_rules_fault():
 
 
 class Once:
-    """A schedule with a state: every call is counted, the first says what cannot be used."""
+    """Schedule with a state. It records its calls. The first call returns a given value, and later calls return 0.5."""
 
     def __init__(self, first):
         self.first = first
@@ -188,7 +188,7 @@ class Once:
 
 @pytest.mark.parametrize("make", [FedAsync, lambda f: FedAsync(staleness=f), lambda f: FedBuff(1, staleness=f)])
 @pytest.mark.parametrize("unusable", [math.nan, -1.0, torch.tensor(1.0)])
-def test_an_owners_fault_comes_out_of_receive_and_is_no_refusal(make, unusable):
+def test_receive_propagates_rule_error_without_rejection(make, unusable):
     schedule = Once(unusable)
     s = Server(Flat(3), make(schedule), draw(0, 3), weights="uniform")
     tickets = [s.dispatch(name) for name in "ab"]
@@ -205,7 +205,7 @@ def test_an_owners_fault_comes_out_of_receive_and_is_no_refusal(make, unusable):
     assert s.receive(tickets[1], Payload(draw(1, 1, 3) * math.nan, 1)).reason.startswith("points: expected finite")
 
 
-def test_what_a_schedule_raises_comes_out_of_receive():
+def test_receive_propagates_exception_in_schedule():
     s = Server(Flat(3), FedAsync(lambda version: 1 / version), draw(0, 3))
     ticket = s.dispatch("a")
     with pytest.raises(ZeroDivisionError):
@@ -213,7 +213,7 @@ def test_what_a_schedule_raises_comes_out_of_receive():
     assert s.rejected == {}
 
 
-def test_a_schedule_that_changes_is_asked_once_though_clients_join_meanwhile():
+def test_schedule_is_evaluated_once_although_clients_join():
     s, asked = None, []
 
     def rate(version):

@@ -1,4 +1,4 @@
-"""The stability limit of delayed steps, the rates that are suggested, and the warning beyond the limit."""
+"""Tests of the stability limit of delayed steps, the suggested rates, and the warning above the limit."""
 
 import math
 import re
@@ -35,7 +35,10 @@ pytestmark = pytest.mark.usefixtures("as_shipped")
 
 
 def growth_of_second_moments(rho, m, k):
-    """The spectral radius of E[z zᵀ] → E[M z zᵀ Mᵀ] for z = (x, b₁, …, b_m), by enumeration of all sets of k clients."""
+    """Return the spectral radius of E[z zᵀ] → E[M z zᵀ Mᵀ] for z = (x, b₁, …, b_m).
+
+    The function enumerates all sets of k clients.
+    """
     total = np.zeros(((m + 1) ** 2,) * 2)
     chosen_sets = list(combinations(range(1, m + 1), k))
     for chosen in chosen_sets:
@@ -67,7 +70,7 @@ def test_the_limit_falls_with_the_concurrency_and_rises_with_the_buffer(m, k):
 
 
 def growth_in_fixed_order(rho, m):
-    """The spectral radius of x' = x - ρ x_{t-m+1}."""
+    """Return the spectral radius of x' = x - ρ x_{t-m+1}."""
     step = np.eye(m, k=-1)
     step[0, 0] += 1
     step[0, m - 1] -= rho
@@ -145,7 +148,7 @@ def test_impossible_numbers_are_rejected():
 
 
 def train_quadratic(rule, m, steps, seed, answer):
-    """Run a server whose clients all train to the minimum 0, in random order; return |x| after each step."""
+    """Run a server whose clients train to the minimum 0 and return in random order. Return |x| after each step."""
     server = Server(Flat(1), rule, torch.ones(1, dtype=torch.float64), weights="uniform")
     order = np.random.default_rng(seed)
     tickets = [server.dispatch(client) for client in range(m)]
@@ -168,7 +171,7 @@ def test_a_server_converges_at_the_suggested_rate(m, answer):
 
 
 @pytest.mark.parametrize("m", [3, 10])
-def test_a_server_collapses_in_turn_above_the_limit_and_warns_once(m):
+def test_server_above_the_limit_diverges_and_warns_once(m):
     with pytest.warns(StabilityWarning, match="^rate: ") as caught:
         sizes = train_quadratic(ASGD(1.2 * m * stability_limit(m), overshoot="extend"), m, 40 * m, 0, "in turn")
     assert sizes[-1] > 1e3
@@ -183,7 +186,7 @@ def test_a_server_collapses_in_turn_above_the_limit_and_warns_once(m):
     )
 
 
-def test_a_share_and_a_lost_client_do_not_warn():
+def test_rate_of_kind_share_and_lost_client_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train_quadratic(FedAsync(1.0), 10, 50, 0, "random")
@@ -201,7 +204,7 @@ def test_a_share_and_a_lost_client_do_not_warn():
 
 @pytest.mark.parametrize("weights", ["observed", dict.fromkeys(range(1, 10), 10) | {0: 1000}])
 def test_a_single_client_with_many_samples_does_not_warn(weights):
-    """Its own step is above the limit, but not that of an average client."""
+    """The step of this client is above the limit, but the step of an average client is not."""
     m = 10
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -252,7 +255,7 @@ def test_the_aggregator_warns_as_the_server_does():
     submit(4)
 
 
-def test_a_client_with_several_tasks_is_told_a_lower_rate():
+def test_several_tasks_of_a_client_lower_the_suggested_rate():
     server = Server(Flat(2), FedOrtho(0.5), torch.zeros(2))
     *early, late = [server.dispatch("a") for _ in range(30)][:11]
     for ticket in early:

@@ -1,4 +1,4 @@
-"""The step: pure but for the memory it is lent, and the same behind a server and behind `aggregate`."""
+"""Tests of the step: it modifies only its output memory, and is the same in a server and in `aggregate`."""
 
 import pytest
 import torch
@@ -23,7 +23,10 @@ SPACE = ParameterSpace.of_state_dict(MODEL, buffer_policy=["mean"])
 
 
 def scene(seed, rule, count):
-    """What a step takes: its terms, what it meets, an update of `count` points, buffers, and memory for the model."""
+    """Return the inputs of a step.
+
+    They are its configuration, the state, an update of `count` points, buffers, and memory for the model.
+    """
     base, current, *points = draw(seed, 2 + count, 4, dtype=torch.float32)
     kept, brought = draw(seed + 1, 2, 2, dtype=torch.float32)
     before = ModelState(current, rule.init(SPACE, current), PackedBuffers.of({"mean": "average"}, {"mean": kept}))
@@ -32,7 +35,7 @@ def scene(seed, rule, count):
 
 
 @given(seeds)
-def test_a_step_writes_nothing_but_its_memory(seed):
+def test_step_writes_only_to_its_own_memory(seed):
     terms, before, update, buffers, out = scene(seed, AsyncBezier(0.5), 2)
     kept = bits([before, update, buffers])
     after, outcome = step(terms, before, update, buffers, out)
@@ -44,7 +47,7 @@ def test_a_step_writes_nothing_but_its_memory(seed):
     assert bits(again) == bits(after)
 
 
-def test_an_update_that_waits_moves_nothing_but_the_state():
+def test_buffered_update_changes_only_the_state():
     terms, before, update, buffers, out = scene(0, Gathers(2), 1)
     after, outcome = step(terms, before, update, buffers, out)
     assert outcome.model is None
@@ -57,7 +60,7 @@ def test_an_update_that_waits_moves_nothing_but_the_state():
 
 
 @given(seeds)
-def test_what_is_kept_lies_in_memory_of_its_own(seed):
+def test_stored_state_has_its_own_memory(seed):
     class Keeps(Gathers):
         def step(self, space, state, update, *, out=None):
             torch.add(update.points[0], 1, out=out)
@@ -76,7 +79,7 @@ def test_what_is_kept_lies_in_memory_of_its_own(seed):
 
 
 class Faulty:
-    """Answers with this state, model and memory."""
+    """Rule that returns a given state, model and memory."""
 
     cohort = 1
 
@@ -94,7 +97,7 @@ class Faulty:
 
 
 class Answers(Faulty):
-    """With whatever it is told to make."""
+    """Rule whose step returns the result of a given function."""
 
     def __init__(self, answer):
         self.make = answer
@@ -112,7 +115,7 @@ class Answers(Faulty):
         (Faulty(memory=(torch.tensor(NAN),)), "{}: the rule's state would not be finite"),
     ],
 )
-def test_what_a_rule_gets_wrong_is_refused_behind_both(rule, words):
+def test_server_and_aggregate_reject_invalid_result_of_a_rule(rule, words):
     server = Server(SPACE, rule, SPACE.point(MODEL))
     ticket = server.dispatch("a")
     assert server.receive(ticket.id, Payload(torch.ones(1, 4), 1)).reason.startswith(words.format("points"))
@@ -137,7 +140,7 @@ def test_what_a_rule_gets_wrong_is_refused_behind_both(rule, words):
         (Answers(lambda: ({}, Outcome(None, numbers=3))), "rule: numbers: expected a mapping from names to numbers"),
     ],
 )
-def test_a_rule_that_makes_no_model_is_an_error_of_its_owner_behind_both(rule, words):
+def test_rule_without_model_raises_rule_error_in_server_and_aggregate(rule, words):
     server = Server(SPACE, rule, SPACE.point(MODEL))
     with pytest.raises(RuleError, match=words):
         server.receive(server.dispatch("a"), Payload(torch.ones(1, 4), 1))
@@ -146,7 +149,7 @@ def test_a_rule_that_makes_no_model_is_an_error_of_its_owner_behind_both(rule, w
 
 
 class Large(TorchDispatchMode):
-    """The operators of torch that read or write as many entries as a model has."""
+    """Recorder of the torch operators that read or write as many entries as a model has."""
 
     def __init__(self, size):
         super().__init__()
@@ -165,8 +168,11 @@ EMPTY = (torch.ops.aten.empty_like, torch.ops.aten.empty, torch.ops.aten.new_emp
 
 
 @pytest.mark.parametrize("rule", [FedAsync(0.5), FedOrtho(0.5), AsyncBezier(0.5)], ids=lambda rule: type(rule).__name__)
-def test_a_server_reads_a_model_by_the_kernels_alone_and_copies_it_for_its_client(rule, monkeypatch):
-    """What they read and write is counted elsewhere; beside them no pass is left, for finiteness or else."""
+def test_server_reads_the_model_only_with_kernels(rule, monkeypatch):
+    """Another test counts the memory traffic of the kernels.
+
+    This test checks that there is no further pass, such as a finiteness check.
+    """
     size = 1000
     monkeypatch.setattr("manifoldagg.corrections.rows.gram", hidden(kernels.gram))
     monkeypatch.setattr("manifoldagg.corrections.rows.combine", hidden(kernels.combine))
@@ -181,7 +187,7 @@ def test_a_server_reads_a_model_by_the_kernels_alone_and_copies_it_for_its_clien
 
 
 def hidden(kernel):
-    """A kernel whose own operators, where it is written in torch, are not seen."""
+    """Return a kernel whose inner torch operators are hidden from the recorder."""
 
     def call(*args, **named):
         with _disable_current_modes():

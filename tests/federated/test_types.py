@@ -1,4 +1,4 @@
-"""Receipts: plain values that JSON takes, and that say again what was refused."""
+"""Tests of receipts: JSON can represent them, and `check` raises the reason of a rejection."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def payload(value=1.0):
 
 
 def receipts():
-    """Of every kind: taken, waiting, taken on a drift, refused."""
+    """Return one receipt of each kind: accepted, buffered, accepted with a drift, and rejected."""
     s = server(FedAsync())
     stale = s.dispatch("a")
     yield s.receive(s.dispatch("a"), payload())
@@ -40,7 +40,7 @@ def receipts():
     yield s.receive(s.dispatch("a"), payload())
 
 
-def test_json_takes_every_receipt():
+def test_every_receipt_is_json_serialisable():
     for receipt in receipts():
         table = receipt.asdict()
         assert json.loads(json.dumps(table, allow_nan=False)) == table
@@ -49,14 +49,14 @@ def test_json_takes_every_receipt():
 
 
 @pytest.mark.parametrize("number", [NAN, INF, -INF])
-def test_what_is_no_finite_number_is_none(number):
+def test_asdict_replaces_numbers_that_are_not_finite_by_none(number):
     table = Receipt(True, "", 1, weight=number, cosine=number, step=0.5, norm=number).asdict()
     assert {name for name, x in table.items() if x is None} == {"weight", "cosine", "norm"}
     assert table["step"] == 0.5
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_receipt_says_again_what_was_refused():
+def test_check_of_receipt_raises_the_reason_of_the_rejection():
     for receipt in receipts():
         if receipt.accepted:
             assert receipt.check() is receipt
@@ -66,7 +66,7 @@ def test_a_receipt_says_again_what_was_refused():
         assert str(error.value) == receipt.reason
 
 
-def test_a_busy_server_says_so_in_the_receipt_too():
+def test_receipt_reports_a_busy_server():
     s = server(max_queued_updates=0)
     ticket = s.dispatch("a")
     another = PendingUpdate("of another thread")
@@ -88,7 +88,7 @@ def test_a_busy_server_says_so_in_the_receipt_too():
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("client", [torch.tensor(1), float("nan"), np.ones(2), ["a"]])
-def test_who_returns_an_update_has_a_name(client):
+def test_receive_rejects_client_with_invalid_name(client):
     s = server()
     ticket = s.dispatch("a")
     receipt = s.receive(ticket, payload(), client=client)

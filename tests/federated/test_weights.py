@@ -1,4 +1,4 @@
-"""Weights: shares of the data as the server states them."""
+"""Tests of weights: the shares of the data that the server assigns to clients."""
 
 import math
 import statistics
@@ -29,19 +29,19 @@ def payload(samples=1):
     return Payload(torch.ones(1, 1), samples)
 
 
-def test_weights_given_up_front():
+def test_given_weights_override_reported_samples():
     s = server({"a": 30, "b": 10})
     assert s.receive(s.dispatch("a").id, payload(999)).weight == 0.75
     assert s.receive(s.dispatch("b").id, payload(999)).weight == 0.25
 
 
-def test_uniform_weights():
+def test_uniform_weights_are_equal():
     s = server("uniform")
     s.dispatch("b")
     assert s.receive(s.dispatch("a").id, payload(999)).weight == 0.5
 
 
-def test_observed_weights():
+def test_observed_weights_follow_the_reported_samples():
     s = server()
     tickets = [s.dispatch(name) for name in "abcd"]
     assert s.receive(tickets[0].id, payload(10)).weight == pytest.approx(1 / 4)
@@ -53,8 +53,8 @@ def test_observed_weights():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 10**9)), max_size=40))
-def test_observed_weights_are_the_formula(script):
-    """Zero samples: a dispatch without an answer."""
+def test_observed_weights_equal_their_formula(script):
+    """In the script, zero samples stand for a dispatch without an update."""
     weights, told, registered = Weights.of("observed", None), {}, set()
     for client, samples in script:
         weights = weights.with_client(client)
@@ -68,14 +68,14 @@ def test_observed_weights_are_the_formula(script):
             weights = weights.with_report(client, samples)
 
 
-def test_once_all_have_answered_observed_weights_sum_to_one():
+def test_observed_weights_sum_to_one_after_all_clients_reported():
     weights, amounts = Weights.of("observed", None), {"a": 3, "b": 8, "c": 1}
     for client, samples in amounts.items():
         weights = weights.with_client(client).with_report(client, samples)
     assert [weights.weight(*pair) for pair in amounts.items()] == pytest.approx([3 / 12, 8 / 12, 1 / 12])
 
 
-def test_a_refusal_tells_nothing_about_samples():
+def test_rejected_update_does_not_change_observed_weights():
     s = server()
     ticket = s.dispatch("a")
     s.receive(ticket.id, Payload(torch.tensor([[float("nan")]]), 10**6))
@@ -87,7 +87,7 @@ def test_a_refusal_tells_nothing_about_samples():
 @pytest.mark.parametrize("weights", ["observed", {"a": 1, "b": 99}, "uniform"])
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_the_mean_of_a_cohort_does_not_depend_on_the_order(weights, order):
-    """Each $w_i$ of `"observed"` is of the total that was known when it came."""
+    """With `"observed"`, each $w_i$ is relative to the total that was known when the update arrived."""
     s = Server(Flat(1), FedAvg(2), torch.zeros(1), weights=weights)
     tickets, points, samples = {c: s.dispatch(c) for c in "ab"}, {"a": 100.0, "b": 0.0}, {"a": 1, "b": 99}
     for client in order:
@@ -95,14 +95,14 @@ def test_the_mean_of_a_cohort_does_not_depend_on_the_order(weights, order):
     assert s.model.item() == pytest.approx(50.0 if weights == "uniform" else 1.0, rel=1e-6)
 
 
-def test_a_mapping_is_read_once():
+def test_mapping_of_weights_is_copied():
     amounts = {"a": 1, "b": 1}
     s = server(amounts)
     amounts["a"] = 100
     assert s.receive(s.dispatch("a").id, payload()).weight == 0.5
 
 
-def test_one_claim_freezes_nobody():
+def test_one_huge_sample_count_does_not_suppress_other_clients():
     s = server()
     honest = [f"ward-{i}" for i in range(9)]
     for name in [*honest, "liar"]:
@@ -119,7 +119,7 @@ def test_one_claim_freezes_nobody():
         assert not receipt.clipped
 
 
-def test_a_claim_from_before_anybody_could_be_compared_freezes_nobody_either():
+def test_huge_first_sample_count_does_not_suppress_other_clients():
     s = server()
     assert s.receive(s.dispatch("liar"), payload(10**9)).weight == 1.0
     honest = [f"ward-{i}" for i in range(9)]
@@ -134,8 +134,11 @@ def test_a_claim_from_before_anybody_could_be_compared_freezes_nobody_either():
 
 @pytest.mark.parametrize("liar_at", range(5))
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
-def test_one_claim_takes_no_more_than_the_factor_in_a_small_federation(count, liar_at):
-    """Whenever the claim comes, each of n others keeps 1 / (factor + n) of their weight, also in its first update."""
+def test_one_sample_count_is_capped_in_a_small_federation(count, liar_at):
+    """Each of the n other clients keeps 1 / (factor + n) of its weight.
+
+    This holds whenever the huge count arrives, also for the first update of a client.
+    """
     s = server()
     names = [f"ward-{i}" for i in range(count)]
     liar = names[min(liar_at, count - 1)]
@@ -149,7 +152,7 @@ def test_one_claim_takes_no_more_than_the_factor_in_a_small_federation(count, li
                 assert receipt.weight == pytest.approx(seen / count / (100 + seen - 1))
 
 
-def test_one_of_two_others_does_not_raise_the_cap():
+def test_one_of_two_other_clients_cannot_raise_the_cap():
     s = server()
     for name, samples in (("a", 100), ("liar", 10**9), ("second liar", 10**9)):
         s.receive(s.dispatch(name), payload(samples))
@@ -157,8 +160,8 @@ def test_one_of_two_others_does_not_raise_the_cap():
 
 
 @pytest.mark.parametrize("first", ["liars", "honest"])
-def test_colluding_claims_are_capped_while_they_are_fewer_than_half(first):
-    """Also if the colluders are the first to report, so that at first there is no honest count to compare with."""
+def test_colluding_sample_counts_of_a_minority_are_capped(first):
+    """This also holds if the colluding clients report first, when there is no honest count to compare with."""
     s, count, colluders = server(), 20, 9
     names = [f"liar-{i}" for i in range(colluders)] + [f"ward-{i}" for i in range(count - colluders)]
     for name in names if first == "liars" else reversed(names):
@@ -176,7 +179,7 @@ def test_a_client_without_others_is_not_capped():
 
 @pytest.mark.parametrize("kind", ["observed", "uniform"])
 @pytest.mark.parametrize("end", ["drop", "expire", "stale"])
-def test_names_that_never_answer_do_not_shrink_the_weights_of_others(kind, end):
+def test_clients_without_updates_do_not_reduce_other_weights(kind, end):
     now = [0.0]
     s = server(kind, timeout=1.0, clock=lambda: now[0], max_staleness=20)
     for i in range(4):
@@ -199,7 +202,7 @@ def test_names_that_never_answer_do_not_shrink_the_weights_of_others(kind, end):
     assert s.receive(s.dispatch("ward-1"), payload(100)).weight == pytest.approx(1 / 4)
 
 
-def test_a_name_counts_as_long_as_it_has_a_ticket():
+def test_client_counts_while_it_has_a_ticket():
     s = server()
     s.receive(s.dispatch("a"), payload(100)).check()
 
@@ -225,7 +228,7 @@ def test_a_name_counts_as_long_as_it_has_a_ticket():
         {"update_limits": UpdateLimits(samples_factor=None)},
     ],
 )
-def test_what_samples_do_not_weigh_is_not_clipped(options):
+def test_sample_counts_are_not_clipped_without_observed_weights(options):
     s = server(**options)
     for client in range(6):
         s.receive(s.dispatch(client).id, payload(1))
@@ -241,7 +244,7 @@ amounts = st.one_of(st.integers(1, 40), st.integers(1, 2**53))
     amounts,
     st.sampled_from([1, 1.5, 2.75, 100, 1e6]),
 )
-def test_what_is_believed_is_the_median_of_the_others(script, samples, factor):
+def test_sample_cap_is_a_multiple_of_the_median_of_other_clients(script, samples, factor):
     weights, told = Weights.of("observed", factor), {}
 
     def plain(client, samples):
@@ -265,7 +268,7 @@ def test_what_is_believed_is_the_median_of_the_others(script, samples, factor):
         assert weights.capped(client, samples) == plain(client, samples)
 
 
-def test_a_claim_that_is_plainly_fine_is_compared_with_nobody(monkeypatch):
+def test_small_sample_count_skips_the_comparison(monkeypatch):
     weights = Weights.of("observed", 100.0)
     for client in range(9):
         weights = weights.with_client(client).with_report(client, 90 + client)
@@ -294,7 +297,7 @@ def test_the_bit_lengths_show_when_no_report_is_above_its_cap(reports, factor):
         assert weights == reference
 
 
-def test_weights_are_values():
+def test_weights_compare_by_value():
     first = Weights.of("observed", None)
     second = first.with_client("a").with_report("a", 3)
     assert first == Weights.of("observed", None)
@@ -306,7 +309,7 @@ def test_weights_are_values():
     st.sampled_from(["observed", "uniform", {"a": 3, 1: 4, "b": 2**53}]),
     st.lists(st.tuples(st.sampled_from(["a", 1, "b"]), st.integers(0, 10**9)), max_size=9),
 )
-def test_weights_go_on_from_their_state(given, script):
+def test_weights_resume_from_their_state(given, script):
     weights = Weights.of(given, None)
     for client, samples in script:
         weights = weights.with_client(client)
@@ -319,7 +322,7 @@ def test_weights_go_on_from_their_state(given, script):
         assert again.with_client(client).weight(client, 12) == weights.with_client(client).weight(client, 12)
 
 
-def test_weights_may_be_given_anew_to_those_who_take_part():
+def test_weights_of_participants_can_be_replaced():
     told = Weights.of("observed", None).with_client("a").with_report("a", 30).with_client("b")
     given = Weights.of_state(told.state(), {"a": 1, "b": 3}, None)
     assert given.weight("a", 30) == 0.25
@@ -354,7 +357,7 @@ class Odd:
         (Odd(), "client: expected a hashable name, got one of type Odd"),
     ],
 )
-def test_names_that_are_none_are_refused(client, words):
+def test_invalid_client_names_are_rejected(client, words):
     s = server()
     with pytest.raises(ArgumentError, match=words):
         s.dispatch(client)
@@ -374,7 +377,7 @@ NUMPY_NAMES += [np.str_("ward-7"), np.bytes_(b"ward-7"), np.complex64(1 + 2j), n
 
 
 @pytest.mark.parametrize("name", NUMPY_NAMES, ids=lambda name: type(name).__name__)
-def test_a_numpy_name_is_the_python_value_that_equals_it(name):
+def test_numpy_client_name_equals_its_python_value(name):
     """A NumPy scalar compared with a tuple is an array, so a map cannot look it up next to a tuple of the same hash."""
     found = check_client(name)
     assert not isinstance(found, np.generic)
@@ -387,7 +390,7 @@ def test_a_numpy_name_is_the_python_value_that_equals_it(name):
     assert type(s.history[-1]["client"]) is type(found)
 
 
-def test_a_numpy_name_without_an_equal_python_value_stays():
+def test_numpy_client_name_without_python_value_is_unchanged():
     name = np.datetime64("2026-01-01", "ns")
     assert check_client(name) is name
 
@@ -407,6 +410,6 @@ def test_a_numpy_name_without_an_equal_python_value_stays():
         (["a"], r"weights: expected observed, uniform or a mapping from clients to samples, got \['a'\]"),
     ],
 )
-def test_bad_weights_are_refused_by_name(weights, words):
+def test_invalid_weights_are_rejected_by_name(weights, words):
     with pytest.raises(ArgumentError, match=words):
         server(weights)

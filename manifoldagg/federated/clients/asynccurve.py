@@ -104,7 +104,7 @@ class AsyncCurve(BaseTrainer):
         base = task.message.start
         moments = {name: task.message.tensors[name] for name in ("m", "v") if name in task.message.tensors}
         if len(moments) == 1:
-            raise ArgumentError(f"message: expected the moments m and v, or none; got {', '.join(moments)}")
+            raise ArgumentError(f"message: expected both moments m and v, got only {', '.join(moments)}")
         for name, moment in moments.items():
             check_shape(f"message: {name}", moment, *task.space.axes)
 

@@ -1,4 +1,4 @@
-"""The base class of trainers, the training task, and the count of samples."""
+"""The base class of trainers, the inputs of a training task, and the function that counts samples."""
 
 import abc
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -19,7 +19,7 @@ from manifoldagg.manifolds import Loss, Manifold, ModelLoss
 __all__ = ["BaseTrainer", "TrainingTask", "count_samples"]
 
 MAX_LISTED = 3
-"""The largest number of names in an error message."""
+"""The largest number of buffer names that an error message lists."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,9 +29,9 @@ class TrainingTask:
     Attributes:
         space: the space of the models.
         message: the message from the server.
-        loss: a function `loss(theta, batch)` that returns a scalar.
-        batches: a re-iterable object that yields batches.
-        client_state: the client state in this client's last payload.
+        loss: a function `loss(theta, batch)` that returns the loss of the model `theta` on a batch as a scalar.
+        batches: an iterable of the client's batches that can be iterated several times.
+        client_state: the client state from this client's previous payload. `None` before the client's first payload.
         generator: the random number generator of the task.
     """
 
@@ -52,15 +52,23 @@ class TrainingTask:
         """The number of batches of one pass, or `None` if `batches` has no length."""
         try:
             return len(self.batches) if isinstance(self.batches, Sized) else None
-        except TypeError:  # a loader of an iterable data set defines __len__, but raises an exception
+        except TypeError:  # `len` of a DataLoader fails if its iterable data set has no length
             return None
 
     def buffers(self, at: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the buffers that the message requests, after the evaluations of the loss.
+        """Return the buffers that the message requests.
+
+        The loss updates its buffers each time it is evaluated in training. Call this method after the training, so that
+        the buffers include all evaluations. If the training did not evaluate the loss at the returned model, pass this
+        model as `at`.
 
         Args:
-            at: a point (P,) at which the loss was not evaluated. The statistics of batch normalisation are recomputed
-                at this point, in one pass over the batches. Layers in evaluation mode retain their statistics.
+            at: a point (P,). If it is given, the statistics of BatchNorm layers in training mode are recomputed at this
+                point in one pass over the batches. Layers in evaluation mode keep their statistics.
+
+        Returns:
+            The requested buffers by name. The dict is empty if the message requests no buffers, or if the loss is not a
+            `ModelLoss`.
         """
         loss = self.loss
         if not self.message.requested_buffers or not isinstance(loss, ModelLoss):
@@ -73,20 +81,29 @@ class TrainingTask:
         return {name: carried[name] for name in self.message.requested_buffers}
 
     def fit(self, embedding: Embedding, **options: Any) -> Fit:
-        """Run [`fit`][manifoldagg.fit] from the message's start."""
+        """Fit an embedding to the client's batches, from the start model of the message.
+
+        Args:
+            embedding: the embedding, such as a curve.
+            options: further keyword arguments of [`fit`][manifoldagg.fit].
+        """
         start = self.message.start
         return fit(embedding, self.loss, self.batches, start=start, generator=self.generator, **options)
 
 
 class BaseTrainer(KeywordHints, abc.ABC):
-    """Base class of trainers. Subclasses implement `_train`.
+    """Base class of trainers.
 
-    The options are the fields of a frozen dataclass.
+    A subclass implements two methods: `_train`, which trains and returns a payload, and `num_steps`, which predicts the
+    number of steps. If the subclass has options, declare them as the fields of a frozen dataclass.
 
-    The base class handles buffers. It initialises the buffers of the loss from the message. If `_train` returns a
-    payload without buffers, the base class adds the buffers that the message requests.
+    The base class handles the buffers of the model:
 
-    Subclassing is optional: any object with a `train` method is a [`Trainer`][manifoldagg.federated.Trainer].
+    - Before the training, it initialises the buffers of the loss from the message.
+    - After the training, it adds the requested buffers to the payload, unless the payload already contains buffers.
+
+    A trainer does not have to be a subclass. Any object with a `train` method is a
+    [`Trainer`][manifoldagg.federated.Trainer].
 
     Example:
         >>> from manifoldagg.manifolds import Flat
@@ -111,25 +128,26 @@ class BaseTrainer(KeywordHints, abc.ABC):
         *,
         generator: torch.Generator,
     ) -> Payload:
-        """Train from `message.start`.
+        """Train from the start model in the message, and return the payload for the server.
 
         Args:
             space: the space of the models.
-            message: the message from the server, which contains the start model, and further tensors and numbers of the
-                rule.
-            loss: a function `loss(theta, batch)` that returns a scalar. If the message requests buffers, the function
-                must be a result of [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss]. It is not
-                modified.
-            batches: a re-iterable object.
-            client_state: the client state of this client's last payload.
+            message: the message from the server. It contains the start model, and any additional tensors and numbers of
+                the rule.
+            loss: a function `loss(theta, batch)` that returns the loss of the model `theta` on a batch as a scalar. The
+                trainer does not modify this object. If the message requests buffers, create the function with
+                [`ParameterSpace.loss`][manifoldagg.manifolds.ParameterSpace.loss].
+            batches: an iterable of the client's batches that can be iterated several times.
+            client_state: the client state from this client's previous payload. `None` before the client's first
+                payload.
             generator: the random number generator of the task.
 
         Returns:
             The payload for the server.
 
         Raises:
-            ArgumentError: if the message is not from the rule of this trainer, or requests buffers that the loss does
-                not have. Also for the same reasons as in [`fit`][manifoldagg.fit].
+            ArgumentError: if the message does not come from a rule that this trainer supports, if the message requests
+                buffers that the loss does not have, or if [`fit`][manifoldagg.fit] rejects its arguments.
             DivergenceError: if a loss is not finite.
         """
         loss = _with_buffers(loss, message)
@@ -146,7 +164,7 @@ class BaseTrainer(KeywordHints, abc.ABC):
             num_batches: the number of batches of one pass.
 
         Raises:
-            ArgumentError: if the message is not from the rule of this trainer.
+            ArgumentError: if the message does not come from a rule that this trainer supports.
         """
 
     @abc.abstractmethod
@@ -168,14 +186,18 @@ def _with_buffers(loss: Loss, message: Message) -> Loss:
 
 
 def count_samples(batches: Iterable[Any]) -> int:
-    """Return the number of samples of one pass over `batches`.
+    """Return the number of samples in one pass over `batches`.
 
-    The function uses the first available source:
+    The function uses the first of these sources that is available:
 
-    - the attribute `batches.samples`;
-    - the sampler of a `DataLoader` with automatic batching;
-    - one pass over the batches. A batch is then a tensor, a mapping of tensors, or a sequence whose first element
-      contains the inputs.
+    1. The attribute `batches.samples`.
+    2. The length of the sampler, if `batches` is a `DataLoader` with automatic batching. With `drop_last`, the samples
+       of an incomplete last batch do not count.
+    3. One pass over the batches. Each batch must be a tensor, a mapping of tensors, or a sequence whose first element
+       contains the inputs.
+
+    Args:
+        batches: an iterable that can be iterated several times.
 
     Raises:
         ArgumentError: if a batch has no length, if `batches.samples` is not a valid count, or if `batches` is an

@@ -1,4 +1,4 @@
-"""Training of a module from a message of the server, for simulations, Flower and custom loops."""
+"""The function `train_client`, which trains a `torch.nn.Module` for one task of a server."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,22 +27,25 @@ def train_client(
     personal: Sequence[str] = (),
     generator: torch.Generator,
 ) -> Payload:
-    """Train a module from a message of the server, and return the payload for the server.
+    """Train a module for one task, and return the payload for the server.
 
-    The function calls [`Trainer.train`][manifoldagg.federated.Trainer] in the parameter space of the module. It uses
-    the code and the mode (train or eval) of the module. The parameters and buffers come from the message. The module's
-    own tensors are not modified.
+    Call this function on the client with the message of a ticket, for example in a custom training loop. Simulations
+    and the Flower integration call it too.
+
+    The module provides the architecture and the mode (training or evaluation). The values of the parameters and buffers
+    come from the message, except for personal tensors. The function does not modify the tensors of the module.
 
     Args:
         model: a module with the same parameters as the server's model.
-        message: the message of a ticket.
-        trainer: the local training.
-        batches: a re-iterable object that yields pairs (inputs, targets).
+        message: the message of a ticket, `ticket.message`.
+        trainer: the trainer, which runs the local training.
+        batches: an iterable of pairs (inputs, targets) that can be iterated several times.
         criterion: the loss, a function of (output, target) that returns a scalar.
-        client_state: the client state in the client's last payload.
-        personal: names or glob patterns of parameters and buffers that the client trains but does not send. Use the
-            same value as in `Server.of(..., personal=...)`. The client state of the payload contains the personal
-            tensors. [`load_personal`][manifoldagg.federated.clients.load_personal] copies these tensors into a module.
+        client_state: the client state from the client's previous payload. `None` before the client's first payload.
+        personal: names or glob patterns of personal parameters and buffers. The client trains these tensors, but does
+            not send them to the server. The client state of the payload contains them, and
+            [`load_personal`][manifoldagg.federated.clients.load_personal] copies them into a module. Pass the same
+            value to `Server.of(..., personal=...)`.
         generator: the random number generator of the trainer.
 
     Returns:

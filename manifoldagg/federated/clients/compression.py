@@ -23,15 +23,18 @@ MAX_CODE = 127
 
 @dataclass(frozen=True)
 class Codec(KeywordHints, abc.ABC):
-    """A lossy encoding of an update as a few small tensors.
+    """Base class of codecs, which encode an update as a few small tensors with a loss of accuracy.
 
-    A codec is a value without state: the client and the server construct equal codecs.
-    [`ErrorFeedback`][manifoldagg.federated.clients.ErrorFeedback] adds the state of a client.
+    A codec has no state. The client and the server each construct the codec with the same options.
+    [`ErrorFeedback`][manifoldagg.federated.clients.ErrorFeedback] stores the state of a client.
     """
 
     @abc.abstractmethod
     def encode(self, update: Tensor) -> dict[str, Tensor]:
         """Encode a vector (P,) as a dict of tensors.
+
+        Args:
+            update: a vector of floating-point numbers.
 
         Raises:
             ArgumentError: if `update` is not a finite vector of floating-point numbers.
@@ -39,12 +42,13 @@ class Codec(KeywordHints, abc.ABC):
 
     @abc.abstractmethod
     def decode(self, tensors: Mapping[str, Tensor], size: int, dtype: torch.dtype) -> Tensor:
-        """Decode a vector.
+        """Decode the result of `encode` into a vector (P,).
 
         Args:
-            tensors: the result of `encode`. The tensors may come from an untrusted client.
-            size: the number P of entries.
-            dtype: the dtype of the encoded vector.
+            tensors: the result of `encode`. The method validates the tensors, so they may come from an untrusted
+                client.
+            size: the number P of entries of the vector.
+            dtype: the dtype of the vector.
 
         Raises:
             ArgumentError: if the tensors are not an encoding of a vector of this size and dtype.
@@ -52,21 +56,30 @@ class Codec(KeywordHints, abc.ABC):
 
     @abc.abstractmethod
     def num_bytes(self, size: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return the size in bytes of the encoding of a vector with `size` entries."""
+        """Return the number of bytes of an encoded vector.
+
+        Args:
+            size: the number P of entries of the vector.
+            dtype: the dtype of the vector.
+        """
 
     def spec(self) -> dict[str, Any]:
-        """Return the name and the options of the codec as JSON values. `codec_from_spec` restores the codec."""
+        """Return the name and the options of the codec as values that JSON can represent.
+
+        `codec_from_spec` builds an equal codec from the result.
+        """
         return {"name": type(self).__name__, **asdict(self)}
 
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    r"""The $k = \lceil \text{fraction} \cdot P \rceil$ entries with the largest absolute values, with their indices.
+    r"""Codec that transmits only the entries with the largest absolute values, and their indices.
 
-    All other entries are decoded as 0. The transmitted entries are exact.
+    For a vector with $P$ entries, the codec transmits $k = \lceil \text{fraction} \cdot P \rceil$ entries. The decoded
+    vector contains these entries exactly. All its other entries are 0.
 
-    Size: $k\,(b + 4)$ bytes, where $b$ is the number of bytes of one entry. For $P \ge 2^{31}$, the size is
-    $k\,(b + 8)$ bytes.
+    Size: $k\,(b + 4)$ bytes, where $b$ is the number of bytes of one entry. For $P > 2^{31}$, the indices are 64-bit
+    integers, and the size is $k\,(b + 8)$ bytes.
 
     Args:
         fraction: the fraction of the entries to transmit, in (0, 1].
@@ -98,7 +111,7 @@ class TopK(Codec):
         count = self._count(size)
         _check_tensors(tensors, {"indices": (_index_dtype(size), count), "values": (dtype, count)})
         chosen = tensors["indices"].long()
-        # Increasing indices are distinct, so the result does not depend on the order of the writes.
+        # Strictly increasing indices are distinct, so the result does not depend on the order of the writes.
         if bool((chosen[1:] <= chosen[:-1]).any()) or not 0 <= int(chosen[0]) <= int(chosen[-1]) < size:
             raise ArgumentError(f"points: expected increasing indices from 0 to {size - 1}")
         return torch.zeros(size, dtype=dtype, device=chosen.device).index_put_((chosen,), tensors["values"])
@@ -112,19 +125,21 @@ class TopK(Codec):
 
 @dataclass(frozen=True)
 class Int8(Codec):
-    r"""8-bit integers with one scale for each block of entries, rounded to the nearest integer.
+    r"""Codec that rounds each entry to an 8-bit integer, with one scale for each block of entries.
 
-    $$s_b = \frac{\max_{i \in b} |x_i|}{127}, \qquad q_i = \operatorname{round}(x_i / s_b) \in [-127, 127],
-      \qquad \hat x_i = s_b\, q_i.$$
+    The codec divides the vector $x$ into blocks of consecutive entries. For each block $B$, it transmits a scale $s_B$
+    and, for each entry $x_i$ of the block, an integer $q_i$. The decoded entry is $\hat x_i$:
 
-    The error of an entry is at most $s_b / 2$, up to the rounding of the floating-point numbers. Ties round to even.
+    $$s_B = \frac{\max_{i \in B} |x_i|}{127}, \qquad q_i = \operatorname{round}(x_i / s_B) \in [-127, 127],
+      \qquad \hat x_i = s_B\, q_i.$$
 
-    Size: $P + b \lceil P / \text{block} \rceil$ bytes, where $b$ is the size of a scale: 4 bytes, or 8 bytes for
-    float64.
+    Ties round to the even integer. The error of an entry is at most $s_B / 2$, plus floating-point rounding errors.
+
+    Size: $P + b \lceil P / \text{block} \rceil$ bytes for a vector with $P$ entries, where $b$ is 8 for float64
+    vectors and 4 for other dtypes.
 
     Args:
-        block: the number of consecutive entries with a common scale. Smaller blocks are more accurate, but need more
-            scales.
+        block: the number of entries of a block. Smaller blocks are more accurate, but need more scales.
 
     Raises:
         ArgumentError: if `block` is not a positive integer.
@@ -147,7 +162,8 @@ class Int8(Codec):
         _check_vector(update)
         blocks = self._blocks(update.to(_scale_dtype(update.dtype)))
         scales = blocks.abs().amax(1) / MAX_CODE
-        # The scale of a block of zeros is 0. A subnormal scale is rounded, so a code may exceed the range.
+        # The scale of a block of zeros is 0, so it is replaced by 1. A subnormal scale has a large rounding error, so a
+        # code may exceed the range before it is clamped.
         codes = (blocks / scales.masked_fill(scales == 0, 1.0)[:, None]).round_().clamp_(-MAX_CODE, MAX_CODE)
         return {"codes": codes.flatten()[: update.numel()].to(torch.int8), "scales": scales}
 
@@ -155,8 +171,8 @@ class Int8(Codec):
         wide = _scale_dtype(dtype)
         _check_tensors(tensors, {"codes": (torch.int8, size), "scales": (wide, -(-size // self.block))})
         largest = torch.finfo(dtype).max
-        # 127 times the scale of the largest finite number may overflow, so the product is computed in float64 and
-        # clamped.
+        # For the largest finite number, the product of the scale and 127 may overflow. It is therefore computed in
+        # float64 and clamped.
         product = self._blocks(tensors["codes"].double()) * tensors["scales"].double()[:, None]
         return product.flatten()[:size].clamp_(-largest, largest).to(dtype)
 
@@ -164,32 +180,34 @@ class Int8(Codec):
         return size + -(-size // self.block) * _scale_dtype(dtype).itemsize
 
     def _blocks(self, x: Tensor) -> Tensor:
-        """Return the entries in rows of one block, with zeros at the end."""
+        """Return a matrix with one block per row. The last row is padded with zeros."""
         return torch.nn.functional.pad(x, (0, -x.numel() % self.block)).view(-1, self.block)
 
 
 class ErrorFeedback:
-    r"""Error feedback for a client that compresses its updates.
+    r"""Error feedback, which adds the compression error of a client's update to its next update.
 
-    The state is the residual: the part of the updates that the client has not transmitted yet.
+    Without error feedback, the errors of a lossy codec accumulate over the updates of a client. Error feedback stores
+    the difference between the intended and the transmitted update, called the residual $e_t$. For the client's update
+    $\Delta_t$ in task $t$, the client encodes $v_t$, and the server decodes $c_t$:
 
     $$v_t = \Delta_t + e_{t-1}, \qquad c_t = \operatorname{decode}(\operatorname{encode}(v_t)), \qquad
       e_t = v_t - c_t, \qquad e_0 = 0.$$
 
-    The client transmits $c_t$ in place of its update $\Delta_t$. The sum of all transmitted updates therefore differs
-    from the sum of all updates only by the last residual $e_t$. For `TopK` and `Int8`, $c_t + e_t = v_t$ holds exactly
-    in floating point.
+    The sum of all decoded updates $c_t$ therefore differs from the sum of all updates $\Delta_t$ only by the last
+    residual. For `TopK` and `Int8`, $c_t + e_t = v_t$ holds exactly in floating point.
 
-    Create one object for each client, and store its `state_dict` with the client's state. If an update is lost or
-    rejected, its transmitted part is lost. To avoid this loss, load the state from before `encode`, and encode the
-    update again.
+    Create one object for each client, and store its `state_dict` with the client's state.
+
+    If an update is lost or rejected, its transmitted part $c_t$ is lost too. To recover it, load the state from before
+    the call of `encode`, and encode the update again.
 
     Args:
         codec: the codec, such as `TopK(fraction=0.01)` or `Int8()`.
 
     Attributes:
         codec: the codec.
-        residual: $e_t$ in the shape of the update; `None` before the first update.
+        residual: the residual $e_t$ in the shape of the update. It is `None` before the first update.
 
     Raises:
         ArgumentError: if `codec` is not a codec.
@@ -209,14 +227,15 @@ class ErrorFeedback:
         self.residual: Tensor | None = None
 
     def encode(self, update: Tensor) -> dict[str, Tensor]:
-        """Encode the sum of an update and the residual, and replace the residual.
+        """Encode the sum of an update and the residual, and store the new residual.
 
         Args:
-            update: the client's displacement, of any shape. All updates of a client have the same shape and dtype.
+            update: the difference between the trained model and the start model, of any shape. All updates of a client
+                must have the same shape and dtype.
 
         Raises:
-            ArgumentError: if the update has another shape or dtype than the residual, or is not finite. The residual is
-                then unchanged.
+            ArgumentError: if the update is not finite, or if its shape or dtype differs from that of the residual. The
+                residual does not change in this case.
         """
         update = update.detach()
         if self.residual is not None:
@@ -230,17 +249,18 @@ class ErrorFeedback:
         return tensors
 
     def encode_payload(self, payload: Payload, start: Tensor) -> Payload:
-        """Return a payload with encoded displacements in place of its points.
+        """Return a copy of a payload that contains encoded updates in place of its points.
 
-        Serialize the result without `spec`, because it does not contain named parameters. The server decodes the
-        payload in `Server.receive(ticket, payload, codec=codec)`.
+        An update is the difference between a point and the start model. The server decodes the payload in
+        `Server.receive(ticket, payload, codec=codec)`. Serialize the payload without the argument `spec`, because an
+        encoded payload does not contain named parameters.
 
         Args:
             payload: the payload of a trainer.
             start: the start model (P,) of the ticket, `ticket.message.start`.
 
         Raises:
-            ArgumentError: as in `encode`.
+            ArgumentError: if `encode` rejects the updates.
 
         Example:
             >>> feedback, start = ErrorFeedback(TopK(fraction=0.25)), torch.zeros(4)
@@ -257,14 +277,14 @@ class ErrorFeedback:
         return replace(payload, points=points.new_empty(len(points), 0), tensors={**payload.tensors, **named})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a dict with the residual, or an empty dict before the first update."""
+        """Return a dict with the entry `residual`. Before the first update, the dict is empty."""
         return {} if self.residual is None else {"residual": self.residual}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the residual from the result of `state_dict`.
 
         Raises:
-            ArgumentError: if `state` has other entries than a finite tensor `residual`.
+            ArgumentError: if `state` contains entries other than `residual`, or if the residual is not finite.
         """
         if state.keys() - {"residual"}:
             raise ArgumentError(f"state: expected the entry 'residual', got {short_repr(sorted(state))}")
@@ -277,11 +297,11 @@ def decode_payload(codec: Codec, payload: Payload, start: Tensor) -> Payload:
 
     Args:
         codec: the codec of the client.
-        payload: the encoded payload. It may come from an untrusted client.
-        start: the start model (P,) of the client.
+        payload: the encoded payload. The function validates it, so it may come from an untrusted client.
+        start: the start model (P,) of the client's task.
 
     Raises:
-        ArgumentError: if the payload does not match the codec.
+        ArgumentError: if the payload is not an encoding by this codec.
     """
     given = payload.points
     if given.ndim != 2 or given.shape[1] or not len(given):
@@ -295,10 +315,10 @@ def decode_payload(codec: Codec, payload: Payload, start: Tensor) -> Payload:
 
 
 def check_codec(codec: object) -> Codec:
-    """Return the codec.
+    """Check that an object is a codec, and return it.
 
     Raises:
-        ArgumentError: if `codec` is not an instance of a codec.
+        ArgumentError: if `codec` is not an instance of `Codec`.
     """
     if isinstance(codec, Codec):
         return codec
@@ -309,8 +329,11 @@ def check_codec(codec: object) -> Codec:
 def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
     """Build a codec from the result of `Codec.spec`.
 
+    Args:
+        spec: a mapping that contains the name of the codec as `name`, and the options of the codec.
+
     Raises:
-        ArgumentError: if the name or an option is unknown or invalid.
+        ArgumentError: if the name is unknown, or an option is unknown or invalid.
 
     Example:
         >>> codec_from_spec(TopK(fraction=0.1).spec())
@@ -333,7 +356,7 @@ def _check_vector(update: Tensor) -> None:
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[torch.dtype, int]]) -> None:
-    """Check the names, dtypes, sizes and finiteness of encoded tensors."""
+    """Check that encoded tensors have the expected names, dtypes and sizes, and that they are finite."""
     got = {name: (x.dtype, x.numel() if x.ndim == 1 else tuple(x.shape)) for name, x in tensors.items()}
     if got != dict(expected):
         raise ArgumentError(f"points: expected encoded tensors {short_repr(dict(expected))}, got {short_repr(got)}")

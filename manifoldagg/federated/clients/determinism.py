@@ -1,4 +1,4 @@
-"""Deterministic client tasks, which have a fixed seed and a fixed order of sums."""
+"""Tools for deterministic client tasks: seeded random numbers, and sums in a fixed order."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,17 +13,20 @@ from manifoldagg._validation import check_count
 __all__ = ["deterministic", "seeded_model", "single_threaded", "task_generator"]
 
 TRAINING_STREAM = 3
-"""The index of the random number stream of training. A simulation uses other streams of the same seed."""
+"""The index of the random number stream for training. Simulations derive their other streams from the same seed."""
 GENERATOR_LOCK = threading.RLock()
-"""The lock for torch's global random number generator. A process has only one."""
+"""The lock for torch's global random number generator, which all threads of a process share."""
 
 
 @contextmanager
 def single_threaded(threads: int | None = 1) -> Iterator[None]:
-    """Limit torch to one thread, so that sums are always computed in the same order.
+    """Limit the number of torch threads in a `with` block.
+
+    With one thread, torch always computes sums in the same order, so the results are bitwise reproducible. After the
+    block, the previous number of threads is restored.
 
     Args:
-        threads: the number of threads. `None` does not change the number.
+        threads: the number of threads. If it is `None`, the number does not change.
 
     Example:
         >>> with single_threaded():
@@ -39,9 +42,14 @@ def single_threaded(threads: int | None = 1) -> Iterator[None]:
 
 
 def task_generator(seed: int, client: int, task_index: int) -> torch.Generator:
-    """Return the random number generator of a client's task, which depends only on the three arguments.
+    """Return a random number generator for one task of a client.
 
-    Tasks are counted from 0 for each client.
+    The random numbers depend only on the three arguments.
+
+    Args:
+        seed: the seed of the run.
+        client: the number of the client.
+        task_index: the number of the task among the tasks of this client, from 0.
 
     Raises:
         ArgumentError: if an argument is not an integer >= 0.
@@ -59,16 +67,19 @@ def task_generator(seed: int, client: int, task_index: int) -> torch.Generator:
 
 @contextmanager
 def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Iterator[None]:
-    """Make a `with` block bitwise reproducible. Torch uses one thread, and all random numbers depend on `generator`.
+    """Make the computations in a `with` block bitwise reproducible.
 
-    Layers such as dropout draw from torch's global generator. Within the block, the global generator is seeded with the
-    initial seed of `generator`. Its state is restored after the block. A process has only one global generator, so
-    concurrent blocks in several threads run one after the other.
+    - Torch uses one thread, so that sums have a fixed order.
+    - Layers such as dropout use torch's global random number generator. The function seeds it with a seed that is
+      derived from the initial seed of `generator`. After the block, it restores the state of the global generator.
+
+    All threads of a process share the global generator. If several threads enter such a block, the blocks run one after
+    the other.
 
     Args:
-        generator: the generator of the task.
-        threads: the number of torch threads. `None` does not change the number. With more than one thread, random
-            numbers are the same, but sums may be rounded differently.
+        generator: the generator of the task, such as the result of `task_generator`.
+        threads: the number of torch threads. If it is `None`, the number does not change. With more than one thread,
+            the random numbers are the same, but sums may be rounded differently.
 
     Example:
         >>> with deterministic(task_generator(0, client=3, task_index=1)):
@@ -77,7 +88,7 @@ def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Ite
         ...     torch.equal(torch.rand(1), first)
         True
     """
-    # The stream differs from the trainer's stream.
+    # The 1 gives the global generator another stream than the generator of the trainer.
     seed = np.random.SeedSequence([generator.initial_seed(), 1]).generate_state(1)[0]
     own = torch.default_generator
     with single_threaded(threads), GENERATOR_LOCK:
@@ -90,7 +101,13 @@ def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Ite
 
 
 def seeded_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build a model whose initial weights depend only on `seed`. Torch's global generator is not changed.
+    """Build a model whose initial weights depend only on a seed.
+
+    The state of torch's global random number generator does not change.
+
+    Args:
+        make: a function that builds the model.
+        seed: the seed of the initial weights.
 
     Raises:
         ArgumentError: if `seed` is not an integer >= 0.

@@ -19,7 +19,7 @@ __all__ = ["FLOCO", "Region"]
 
 @dataclass(frozen=True)
 class Region(Simplex):
-    r"""Region of a simplex, which is a smaller copy of the simplex around a centre.
+    r"""Region of a simplex: a smaller copy of the simplex around a centre.
 
     The region consists of the points $(1 - \lambda)\, c + \lambda\, y$ for all points $y$ of the simplex, where $c$ is
     the centre and $\lambda$ is the relative size. All points are given by their barycentric coordinates: n weights

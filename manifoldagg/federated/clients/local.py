@@ -20,12 +20,12 @@ __all__ = ["Epochs", "Gradient", "Local", "Proximal"]
 
 @dataclass(frozen=True)
 class Local(BaseTrainer):
-    r"""Local training with an optional proximal term.
+    r"""Trainer that minimises the client's loss, with an optional proximal term.
 
-    The trainer minimises $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$, starting from the server's model
-    $\Theta^t$. The distance $d$ is the distance in the space. On a curved space, the steps are Riemannian, and the
-    models stay on the space. [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal] is the proximal term of
-    FedMRUR.
+    The trainer minimises $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ over the local model $\theta$, and
+    starts from the server's model $\Theta^t$. Here, $\ell$ is the client's loss, and $d$ is the distance in the space.
+    On a curved space, the steps are Riemannian, and the models stay on the space. For the proximal term of FedMRUR,
+    pass [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal].
 
     `Local` is the first phase of [`Curve`][manifoldagg.federated.clients.Curve] for a curve of degree 1. The returned
     point is the end of the curve.
@@ -42,7 +42,7 @@ class Local(BaseTrainer):
     Raises:
         ArgumentError: if an option is out of range. The error message contains the name of the option.
 
-    Source: Manifold (6) with S = 1; FedProx (Li et al. 2020).
+    Source: Manifold (6) with the position S = 1, the end of the curve; FedProx (Li et al. 2020).
 
     Example:
         >>> Local(epochs=2, rate=1e-3, proximal=1e-3).epochs
@@ -74,7 +74,8 @@ class Local(BaseTrainer):
         return Payload(points, samples, buffers=self._buffers(task, points[-1]))
 
     def _buffers(self, task: TrainingTask, end: Tensor) -> dict[str, Tensor]:
-        # Sharpness-aware gradients are evaluated at perturbed points, and never at the model itself.
+        # The loss is evaluated at perturbed points and never at the model itself if gradients are sharpness-aware, so
+        # the statistics must be recomputed at the model.
         return task.buffers(at=None if self.sharpness is None else end)
 
     def _points(self, task: TrainingTask) -> Tensor:
@@ -83,13 +84,12 @@ class Local(BaseTrainer):
 
 @dataclass(frozen=True)
 class Proximal(Local):
-    r"""Local training with a proximal term.
+    r"""Trainer that minimises the client's loss with a proximal term, as in FedProx.
 
-    The trainer minimises $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ with the default $\mu = 0.01$.
-    `Proximal` is [`Local`][manifoldagg.federated.clients.Local] with another default value. `Proximal` and the rule
-    [`FedAvg`][manifoldagg.federated.rules.FedAvg] together are FedProx.
+    `Proximal` is [`Local`][manifoldagg.federated.clients.Local] with another default weight of the proximal term,
+    $\mu = 0.01$. Together with the rule [`FedAvg`][manifoldagg.federated.rules.FedAvg], it implements FedProx.
 
-    Source: Li et al. 2020, whose experiments use $\mu$ from 0.001, 0.01, 0.1 and 1.
+    Source: Li et al. 2020. Their experiments use the weights 0.001, 0.01, 0.1 and 1.
 
     Example:
         >>> Proximal(steps=10).proximal
@@ -101,7 +101,10 @@ class Proximal(Local):
 
 @dataclass(frozen=True)
 class Epochs(BaseTrainer):
-    """[`Local`][manifoldagg.federated.clients.Local] training for the number of epochs in the message.
+    """Trainer that runs [`Local`][manifoldagg.federated.clients.Local] for the number of epochs in the message.
+
+    Use this trainer for rules that choose the number of epochs of each task, such as
+    [`AsyncFedED`][manifoldagg.federated.rules.AsyncFedED].
 
     Args:
         local: the local training. Its own options `epochs` and `steps` are ignored.
@@ -146,12 +149,12 @@ class Epochs(BaseTrainer):
 class Gradient(BaseTrainer):
     r"""Trainer that returns one gradient.
 
-    The trainer computes $g = \nabla \ell(\Theta^t)$ on one batch, and returns the model $\Theta^t - g$. The payload
-    contains the number of samples of this batch.
+    The trainer computes the gradient $g = \nabla \ell(\Theta^t)$ of the loss at the server's model on one batch. It
+    returns the model $\Theta^t - g$, and the number of samples of this batch. If the number of batches is known, the
+    batch is drawn uniformly. Otherwise, it is the first batch.
 
-    If the number of batches is known, the batch is drawn uniformly. Otherwise the first batch is used. The rounding of
-    the returned model changes the gradient by at most $\frac\varepsilon2 \|\Theta\|$. A step with the exact gradient
-    has the same rounding error.
+    The rounding of the returned model changes the gradient by at most $\frac\varepsilon2 \|\Theta^t\|$, where
+    $\varepsilon$ is the machine precision. A step with the exact gradient has the same rounding error.
 
     Args:
         sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for a sharpness-aware gradient.
@@ -188,7 +191,7 @@ class Gradient(BaseTrainer):
             place = int(torch.randint(count, (), generator=task.generator, device=task.generator.device))
         drawn = list(islice(task.batches, place, place + 1))
         if not drawn:
-            raise ArgumentError("batches: expected at least one, got none")
+            raise ArgumentError("batches: expected at least one batch, got 0")
         task = replace(task, batches=drawn)
         samples = task.samples
         points = self._single_step_trainer()._points(task)

@@ -18,18 +18,38 @@ __all__ = ["Calibrated"]
 
 @dataclass(frozen=True)
 class Calibrated(BaseTrainer):
-    r"""Trainer that computes the calibrated start $W_m^{+}$ for [`OrthoFL`][manifoldagg.federated.rules.OrthoFL].
+    r"""Trainer that calibrates a client's start model on the client, for the rule OrthoFL.
 
-    The client state contains the trained model, the start of this training, and the global model $W^{\tau+}$ at that
-    time. A message contains $W^t$, $\beta_t$, and the number of the client's applied updates. The start depends on the
-    client's last update:
+    Use this trainer if the rule [`OrthoFL`][manifoldagg.federated.rules.OrthoFL] has the option `protocol="client"`.
+    After each applied update, the client continues from its own trained model $W_m$ and adds the progress of the other
+    clients. The calibrated start is
 
-    - If the server applied the update, the trainer calibrates the update.
-    - If the update was lost or rejected, the trainer uses the previous start again.
-    - If the message has no count, or the client state is missing, invalid or outdated, the trainer starts from $W^t$.
+    $$W_m^{+} = W_m + \Delta - \frac{\langle \Delta, \Delta_m\rangle}{\langle \Delta_m, \Delta_m\rangle}\,\Delta_m,
+      \qquad \Delta = W^t - W^{\tau+}, \quad \Delta_m = W_m - W_m^{\tau+}.$$
 
-    Run one task of a client at a time. If two tasks start from the same state, only the model of the last task is
-    stored.
+    The symbols have these meanings:
+
+    - $W_m$ is the model that the client $m$ returned in its previous task, and $W_m^{\tau+}$ is the model from which
+      that task started. Their difference $\Delta_m$ is the progress of the client.
+    - $W^t$ is the global model directly before the server applied this update, and $t$ is its version.
+    - $W^{\tau+}$ is the global model directly after the server applied the client's update before that, when the
+      version was $\tau$. $\Delta$ is the progress of the other clients since then.
+    - $\beta_t$ is the weight with which the server averaged the update into the global model. The trainer computes the
+      new global model $W^{t+} = (1 - \beta_t)\,W^t + \beta_t W_m$, which is the $W^{\tau+}$ of the next calibration.
+
+    Before the client's first update, both $W^{\tau+}$ and $W_m^{\tau+}$ are the first model that the client received.
+    With `granularity="tensor"` of the rule, the formula for $W_m^{+}$ applies to each named tensor separately.
+
+    The server sends $W^t$, $\beta_t$ and the number of updates of this client that it applied. The client state stores
+    $W_m$, $W_m^{\tau+}$, $W^{\tau+}$ and the previous number of applied updates. The trainer compares the two numbers:
+
+    - If the server applied the previous update, the trainer starts from $W_m^{+}$.
+    - If the previous update was lost or rejected, the trainer starts from $W_m^{\tau+}$ again.
+    - If the message contains no number, or if the client state is missing, invalid or outdated, the trainer starts from
+      the model in the message.
+
+    Do not run several tasks of a client at the same time. Two tasks that start from the same client state overwrite
+    each other's result, and only the model of the task that ends last is stored.
 
     Args:
         trainer: the trainer that runs from the calibrated start.
@@ -37,7 +57,7 @@ class Calibrated(BaseTrainer):
     Raises:
         ArgumentError: if `trainer` is not a trainer.
 
-    Source: OrthoFL, Algorithm 2.
+    Source: OrthoFL (3)-(7), Algorithm 2.
 
     Example:
         >>> Calibrated(Local(epochs=5)).trainer.epochs

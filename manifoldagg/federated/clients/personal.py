@@ -1,4 +1,4 @@
-"""Training of a client whose model has personal layers, which the client never sends to the server."""
+"""Training of a model with personal tensors, which a client trains but never sends to the server."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from manifoldagg.manifolds.layout import tensors_of
 __all__ = ["load_personal", "train_personal"]
 
 PERSONAL, INNER = "personal", "trainer"
-"""The entries of the client state: the personal tensors by name, and the client state of the trainer."""
+"""The keys of the client state. The values are the personal tensors by name, and the trainer's own client state."""
 
 
 def train_personal(
@@ -30,14 +30,14 @@ def train_personal(
     client_state: ClientState,
     generator: torch.Generator,
 ) -> Payload:
-    """Train all parameters of a module, and return a payload with its shared part.
+    """Train all tensors of a module, and return a payload that contains only its shared tensors.
 
-    The client state contains the personal tensors. In the first task, the personal tensors are copied from the module.
-    The arguments are the same as in `train_client`.
+    The returned client state contains the trained personal tensors, from which the client's next task continues. The
+    first task starts from the personal tensors of the module. The arguments are the same as in `train_client`.
 
     Raises:
-        ArgumentError: if the client state was returned without `personal`. Also if the rule or the trainer exchanges
-            further tensors of the size of a model, because these tensors have no personal part.
+        ArgumentError: if the client state comes from a task without `personal`, or if the rule or the trainer exchanges
+            additional tensors. Such tensors have the size of the shared model, and the personal part would be missing.
     """
     whole, space = ParameterSpace.of(model), ParameterSpace.of(model, personal=personal)
     if message.tensors:
@@ -45,7 +45,7 @@ def train_personal(
             f"personal: expected (), as the rule sends the tensors {short_repr(sorted(message.tensors))}"
         )
     own, memory = _split_state(client_state)
-    # Later entries replace earlier ones: the module, then the server's model, then the personal tensors.
+    # The server's model replaces the tensors of the module, and the client's personal tensors replace both.
     given = {**tensors_of(model), **space.state_dict(message.start, message.buffers or None), **own}
     start = whole.point(given, device=message.start.device)
     named_buffers = [entry.name for entry in whole.layout.buffers]
@@ -68,15 +68,15 @@ def train_personal(
 def load_personal(model: nn.Module, client_state: ClientState) -> nn.Module:
     """Copy the personal tensors of a client state into a module, and return the module.
 
-    To evaluate the client's own model, first load the server's model, and then call this function. Before the first
-    task, there is no client state, and the module is unchanged.
+    Use this function to evaluate a client's own model: load the server's model into the module, then call this
+    function. If the client state is `None`, as before the client's first task, the module does not change.
 
     Args:
-        model: a module with the personal tensors.
-        client_state: the client state in a payload of `train_client(..., personal=...)`, or `None`.
+        model: a module that has tensors with the names of the personal tensors.
+        client_state: the client state from a payload of `train_client(..., personal=...)`, or `None`.
 
     Raises:
-        ArgumentError: if the client state has no personal tensors, or the module does not have these tensors.
+        ArgumentError: if the client state comes from a task without `personal`, or if the module lacks a tensor.
 
     Example:
         >>> model = nn.Linear(1, 1)
@@ -95,7 +95,7 @@ def load_personal(model: nn.Module, client_state: ClientState) -> nn.Module:
 
 
 def _split_state(client_state: ClientState) -> tuple[Mapping[str, Tensor], ClientState]:
-    """Return the personal tensors, and the client state of the trainer."""
+    """Split a client state into the personal tensors and the client state of the trainer."""
     if client_state is None:
         return {}, None
     if not isinstance(client_state, Mapping) or client_state.keys() != {PERSONAL, INNER}:

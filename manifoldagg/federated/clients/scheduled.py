@@ -1,4 +1,4 @@
-"""A trainer wrapper that schedules learning rates and numbers of steps by the version of the server's model."""
+"""The trainer `Scheduled`, which scales the rates and the numbers of steps of another trainer by a schedule."""
 
 import math
 from collections.abc import Callable
@@ -14,30 +14,32 @@ from manifoldagg.federated.types import Message, Payload, Trainer, check_trainer
 __all__ = ["Scheduled"]
 
 INNER_TRAINER_FIELDS = {"rate": ("trainer", "local"), "steps": ("trainer",)}
-"""The fields in which trainers store an inner trainer, for each option. A number of epochs in the message overrides the
-steps of a trainer in `local`, so `steps` does not apply there."""
+"""For each option, the fields in which the wrapper looks for a nested trainer. The option `steps` does not apply to a
+trainer in the field `local`, because the message determines the number of epochs of such a trainer."""
 
 
 @dataclass(frozen=True)
 class Scheduled(BaseTrainer):
-    r"""Trainer wrapper that multiplies rates by $r(\tau)$ and numbers of steps by $s(\tau)$.
+    r"""Trainer that scales the learning rate and the number of steps of another trainer over the run.
 
-    $\tau$ is the version of the server's model. If the trainer takes K steps, the task takes
-    $\max(1, \lceil s(\tau) K \rceil)$ steps. The phases of a curve are scaled separately, and a phase without steps
-    remains empty.
+    At version $\tau$ of the server's model, the wrapper multiplies the trainer's rates by $r(\tau)$. If the trainer
+    takes $K$ steps, the task takes $\max(1, \lceil s(\tau)\, K \rceil)$ steps. For trainers of curves, the wrapper
+    scales the steps of each phase separately, and a phase without steps remains empty.
 
-    - If `rate` decreases to 0, local training converges together with the server.
-    - If `steps` decreases, the client drift decreases. The rule can therefore apply updates at full weight.
+    Use a decreasing schedule for one of two purposes:
+
+    - A decreasing `rate` makes the local training converge together with the server.
+    - A decreasing `steps` reduces the client drift, so that the rule can apply updates at full weight.
 
     Args:
-        trainer: a dataclass with a field `rate`, and a field `steps` if steps are scheduled. It may also contain such a
-            trainer in a field `trainer` or `local`.
-        rate: r, a number or a function of the version, such as [`Cosine`][manifoldagg.federated.schedules.Cosine]. The
-            value must be positive at every version.
-        steps: s, in the same form as `rate`. A function may return 0.
+        trainer: a dataclass with a field `rate`, and also a field `steps` if `steps` is not 1. A trainer that contains
+            such a dataclass in a field `trainer` or `local` is also allowed. The field `local` supports only `rate`.
+        rate: the factor $r$: a number, or a function of the version such as
+            [`Cosine`][manifoldagg.federated.schedules.Cosine]. It must be positive at every version.
+        steps: the factor $s$: a number or a function of the version. A function may return 0.
 
     Raises:
-        ArgumentError: if an option is out of range, or if the trainer does not have the option.
+        ArgumentError: if an option is out of range, or if the trainer lacks the field that an option multiplies.
 
     Source: Li, Huang, Yang, Wang, Zhang 2020, Theorem 1 (with a constant local rate, FedAvg does not converge
     to the optimum); Wang, Joshi 2019 (AdaComm, a decreasing number of local steps).
@@ -75,7 +77,10 @@ class Scheduled(BaseTrainer):
         return payload
 
     def _trainer_for(self, message: Message, count_batches: Callable[[], int]) -> Any:
-        """Return the trainer for a message. The batches are counted only if their number is needed."""
+        """Return the trainer with the scaled options for a message.
+
+        The method calls `count_batches` only if the number of steps depends on the number of batches.
+        """
         trainer: Any = self.trainer
         if (rate := self._factor("rate", message)) != 1:
             names = ("rate", "control_rate")
@@ -95,7 +100,7 @@ class Scheduled(BaseTrainer):
 
 
 def _owner_of(trainer: Any, option: str) -> Any:
-    """Return the trainer that has the option, which is `trainer` or a trainer nested in it."""
+    """Return the trainer that has an option: `trainer` itself, or a trainer nested in it."""
     held = trainer
     while not hasattr(held, option):
         within = [getattr(held, name) for name in INNER_TRAINER_FIELDS[option] if hasattr(held, name)]
@@ -106,7 +111,7 @@ def _owner_of(trainer: Any, option: str) -> Any:
 
 
 def _replace_owner(trainer: Any, owner: Any, replacement: Any) -> Any:
-    """Return `trainer` with `replacement` in place of `owner`."""
+    """Return a copy of `trainer` in which `replacement` takes the place of `owner`."""
     if trainer is owner:
         return replacement
     name = next(name for name in INNER_TRAINER_FIELDS["rate"] if hasattr(trainer, name))
@@ -114,7 +119,7 @@ def _replace_owner(trainer: Any, owner: Any, replacement: Any) -> Any:
 
 
 def _scaled_phase_steps(share: float, trainer: Any, count_batches: Callable[[], int]) -> int | tuple[int, ...]:
-    """Return the number of steps, or the steps of each phase, multiplied by a factor."""
+    """Return the number of steps of a trainer, or of each of its phases, multiplied by a factor."""
     whole, each = (trainer.epochs, count_batches()) if trainer.steps is None else (trainer.steps, 1)
     if isinstance(whole, tuple):
         return tuple(_scale_steps(share, each * amount) for amount in whole)

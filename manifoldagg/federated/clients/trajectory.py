@@ -17,22 +17,23 @@ __all__ = ["Trajectory"]
 
 @dataclass(frozen=True)
 class Trajectory(Local):
-    r"""Trainer like [`Local`][manifoldagg.federated.clients.Local] that returns the training path as a curve.
+    r"""Trainer that trains like [`Local`][manifoldagg.federated.clients.Local] and returns its path as a curve.
 
-    The training path consists of the iterates $\theta_0 = \Theta^t, \dots, \theta_K$. The trainer does not store them.
-    It returns the control points $\varphi_1, \dots, \varphi_n$ of a Bézier curve from $\theta_0$ to $\theta_K$. The
-    curve is a least-squares fit to the iterates:
+    The training path consists of the iterates $\theta_0, \dots, \theta_K$ of $K$ steps, where $\theta_0 = \Theta^t$ is
+    the server's model. The trainer does not store the iterates. It returns the control points
+    $\varphi_1, \dots, \varphi_n$ of a Bézier curve $\iota_\varphi(u)$ for $u \in [0, 1]$, from $\theta_0$ to
+    $\theta_K$. The curve is a least-squares fit, which assigns the position $u_k$ to the iterate $\theta_k$:
 
     $$\min_\varphi \sum_k \|\iota_\varphi(u_k) - \theta_k\|^2, \qquad \varphi_0 = \theta_0,\quad \varphi_n = \theta_K.$$
 
     On a curved space, the fit is computed with tangents at $\Theta^t$.
 
-    With `pieces`, the trainer instead returns m points of the path. These points are the control points of
-    `Piecewise(space, degree=1, pieces=m)`. The rule must have this embedding.
+    With the option `pieces`, the trainer returns m points of the path instead. They are the control points of the
+    embedding `Piecewise(space, degree=1, pieces=m)`, and the rule must have this embedding.
 
     The last control point $\varphi_n$ is bitwise equal to the model that `Local` returns. With `degree=1`, the payload
-    contains no other point. If the message contains a number `progress`, the payload contains `progress` $= \eta K$,
-    the rate times the number of steps.
+    contains no other point. If the message contains a number `progress`, the payload contains the number `progress`
+    $= \eta K$, where $\eta$ is the learning rate.
 
     Args:
         degree: the degree n of the curve, at most 10. If `pieces` is given, the trainer ignores `degree`.
@@ -86,7 +87,10 @@ class Trajectory(Local):
         return Payload(points, samples, numbers=numbers, buffers=self._buffers(task, end))
 
     def _fit_model(self, task: TrainingTask, path: PathFit | PathPoints) -> tuple[Tensor, int]:
-        """Return the local model and the number of steps. The optimizer state is released before the curve is built."""
+        """Return the local model and the number of steps.
+
+        On return, the optimizer state is released, so that it does not use memory while the curve is computed.
+        """
         options = self._options()
         options["phases"] = replace(options["phases"], watch=path.observe)
         learned = task.fit(Bezier(task.space, 1), **options)
@@ -102,7 +106,7 @@ class Trajectory(Local):
         return PathFit(task.space, start, self.degree, self.time, None if self.time == "length" else total)
 
     def _total_steps(self, task: TrainingTask) -> int | None:
-        """Return the total number of steps, if it is known."""
+        """Return the total number of steps, or `None` if the number of batches is unknown."""
         if self.steps is not None:
             return self.steps
         return None if task.num_batches is None else self.epochs * task.num_batches

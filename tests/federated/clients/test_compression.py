@@ -1,4 +1,4 @@
-"""Codecs and error feedback: what is transmitted and the residual sum to the input, and a server decodes updates."""
+"""Tests of codecs and error feedback: accuracy, sizes, invalid encodings, and decoding in a server."""
 
 from functools import partial
 
@@ -32,7 +32,10 @@ def decoded(codec, tensors, like):
 
 
 def transmitted_and_residual_are_the_input(make, codec, seed, size, exponents, dtype):
-    """Check c + e = v bit by bit for updates of several sizes, where v is the update plus the residual before it."""
+    """Check that c + e equals v bitwise for updates of several sizes.
+
+    v is the update plus the previous residual, c is the decoded update, and e is the new residual.
+    """
     feedback, residual = make(codec), None
     for i, exponent in enumerate(exponents):
         update = vector(seed + i, size, exponent, dtype)
@@ -45,7 +48,7 @@ def transmitted_and_residual_are_the_input(make, codec, seed, size, exponents, d
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(seed=seeds, size=SIZES, exponents=st.lists(EXPONENTS, min_size=1, max_size=5))
-def test_transmitted_and_residual_are_the_input(codec, dtype, seed, size, exponents):
+def test_transmitted_plus_residual_equals_the_input(codec, dtype, seed, size, exponents):
     transmitted_and_residual_are_the_input(ErrorFeedback, codec, seed, size, exponents, dtype)
 
 
@@ -113,12 +116,12 @@ def test_an_8_bit_entry_differs_by_at_most_half_a_scale(block, seed, size, expon
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(seed=seeds, size=SIZES)
-def test_the_number_of_bytes_is_that_of_the_tensors(codec, dtype, seed, size):
+def test_num_bytes_equals_the_size_of_the_tensors(codec, dtype, seed, size):
     sent = codec.encode(vector(seed, size, 0, dtype))
     assert codec.num_bytes(size, dtype) == sum(x.nbytes for x in sent.values())
 
 
-def test_published_sizes():
+def test_documented_sizes_are_correct():
     assert TopK(0.01).num_bytes(1_000_000) == 80_000
     assert Int8().num_bytes(1_000_000) == 1_000_000 + 4 * 3907
 
@@ -133,7 +136,7 @@ def test_extreme_numbers_are_encoded(codec):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_the_state_of_a_client_resumes(codec):
+def test_error_feedback_resumes_from_its_state_dict(codec):
     one, other = ErrorFeedback(codec), ErrorFeedback(codec)
     assert one.state_dict() == {}
     one.encode(draw(0, 2, 9))

@@ -1,4 +1,4 @@
-"""FedMRUR's proximal term against 50 digits."""
+"""Tests of FedMRUR's proximal term against arithmetic with 50 digits."""
 
 import mpmath
 import pytest
@@ -15,7 +15,10 @@ TERM = LorentzProximal(0.3, 0.7, 1.5)
 
 
 def exactly(term, theta, base):
-    """Value and gradient as printed: the Minkowski form of the difference of two lifted points."""
+    """Return the value and the gradient by the printed formula.
+
+    The formula is the Minkowski form of the difference of two lifted points.
+    """
     with mpmath.workdps(50):
         mu, sigma, beta = (mpmath.mpf(x) for x in (term.weight, term.variance, term.offset))
         x, y = ([mpmath.mpf(v) for v in t.tolist()] for t in (theta, base))
@@ -27,7 +30,7 @@ def exactly(term, theta, base):
 
 
 def radial(seed):
-    """Along a ray, where the two squares cancel."""
+    """Return two points on a ray from 0, for which the two squares in the formula cancel."""
     base = draw(seed, 7)
     return (1 + 1e-3) * base, base
 
@@ -43,7 +46,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=10)
 @given(seeds)
-def test_value_and_gradient_are_those_of_50_digits(case, seed):
+def test_value_and_gradient_equal_50_digit_arithmetic(case, seed):
     theta, base = CASES[case](seed)
     value, slope = exactly(TERM, theta, base)
     square = float((theta - base).square().sum())
@@ -55,7 +58,7 @@ def test_value_and_gradient_are_those_of_50_digits(case, seed):
 
 
 @given(seeds, st.floats(-3, 3))
-def test_at_the_base_it_is_half_the_weight_and_flat(seed, exponent):
+def test_term_at_the_base_is_half_the_weight_with_zero_gradient(seed, exponent):
     base = 10.0**exponent * draw(seed, 9)
     assert TERM(base, base) == 0.15
     assert not TERM.gradient(base, base).any()
@@ -73,8 +76,8 @@ def test_the_gradient_is_the_derivative_of_the_value(seed):
 
 @settings(max_examples=10)
 @given(seeds)
-def test_to_second_order_it_is_a_proximal_term_with_shortened_radii(seed):
-    """To second order; the next is of third order in the step."""
+def test_term_equals_its_quadratic_approximation_to_second_order(seed):
+    """The difference between the term and its quadratic approximation is of third order in the step."""
     base, step = draw(seed, 6), draw(seed + 1, 6)
     for h in (1e-3, 1e-4):
         square = (step @ step - (step @ base) ** 2 / (TERM.offset + base @ base)) * h * h
@@ -82,7 +85,7 @@ def test_to_second_order_it_is_a_proximal_term_with_shortened_radii(seed):
         assert abs(rest) <= 10 * (h * float(step.norm())) ** 3
 
 
-def test_narrow_models_have_the_gradient_of_their_own_values():
+def test_gradient_of_narrow_models_has_their_accuracy():
     theta, base = draw(1, 9, dtype=torch.float32), draw(2, 9, dtype=torch.float32)
     wide = TERM.gradient(theta.double(), base.double())
     assert TERM.gradient(theta, base).dtype == torch.float32
@@ -98,7 +101,7 @@ def test_without_a_weight_the_term_is_zero():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_doors():
+def test_invalid_options_and_inputs_are_rejected():
     for options, name in (((-1.0,), "weight"), ((1.0, 0.0), "variance"), ((1.0, 1.0, 0.0), "offset")):
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
             LorentzProximal(*options)

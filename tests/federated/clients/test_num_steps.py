@@ -1,4 +1,4 @@
-"""What a trainer says its task costs is what it does: gradients are counted, for every trainer that there is."""
+"""Tests that `num_steps` predicts the number of gradients that every trainer computes."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ PAIRS = {
 
 
 def counted(trainer, message, batches):
-    """How many gradients a task takes."""
+    """Return the number of gradients that a task computes."""
     count = 0
 
     def loss(theta, batch):
@@ -61,13 +61,13 @@ def counted(trainer, message, batches):
     return count
 
 
-def test_every_trainer_is_here():
+def test_cases_cover_every_trainer():
     assert set(PAIRS) == {name for name in clients.__all__ if hasattr(getattr(clients, name), "train")}
 
 
 @pytest.mark.parametrize("name", PAIRS)
 @given(data=st.data(), length=FEW)
-def test_the_steps_that_a_trainer_tells_are_those_that_it_takes(name, data, length):
+def test_num_steps_equals_the_number_of_gradients(name, data, length):
     make, of_rule, of_trainer = PAIRS[name]
     trainer = getattr(clients, name)(**data.draw(st.fixed_dictionaries(of_trainer)))
     server = Server(SPACE, make(**data.draw(st.fixed_dictionaries(of_rule))), START)
@@ -76,13 +76,13 @@ def test_the_steps_that_a_trainer_tells_are_those_that_it_takes(name, data, leng
     assert trainer.num_steps(message, length) == counted(trainer, message, batches)
 
 
-def test_a_message_of_another_rule_has_no_number_of_steps():
+def test_num_steps_rejects_message_of_another_rule():
     for trainer in (clients.Epochs(), clients.Normalised()):
         with pytest.raises(ArgumentError, match="message: "):
             trainer.num_steps(Message(START), 3)
 
 
-def test_a_trainer_inside_that_does_not_tell_counts_as_one_pass():
+def test_inner_trainer_without_num_steps_counts_as_one_pass():
     class Mine:
         def train(self, space, message, loss, batches, client_state, *, generator):
             return Payload(message.start[None], 1)

@@ -1,4 +1,4 @@
-"""Trainers whose rates and steps change with the version are the same trainers with those rates and steps."""
+"""Tests that `Scheduled` equals the inner trainer with the scaled rates and numbers of steps."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("trainer", PLAIN, ids=lambda trainer: type(trainer).__name__)
 @given(version=st.integers(0, 9), rate=SHARES, steps=SHARES)
-def test_it_is_the_trainer_of_these_rates_and_steps(trainer, version, rate, steps):
+def test_scheduled_trainer_equals_trainer_with_scaled_options(trainer, version, rate, steps):
     scheduled = clients.Scheduled(trainer, lambda v: rate / (v + 1), lambda v: steps if v == version else 7.0)
     plain = PLAIN[trainer](trainer, rate / (version + 1), int(12 * steps))
     message = Message(START, version=version)
@@ -53,7 +53,7 @@ def test_it_is_the_trainer_of_these_rates_and_steps(trainer, version, rate, step
 
 
 @given(version=st.integers(0, 9), rate=SHARES, steps=SHARES)
-def test_one_that_holds_another_has_its_rates_and_steps(version, rate, steps):
+def test_scheduled_scales_the_options_of_nested_trainers(version, rate, steps):
     message = Message(START, version=version)
     local = clients.Local(epochs=4, **SGD)
     held = clients.Scheduled(clients.Calibrated(local), rate, steps)
@@ -69,7 +69,7 @@ def test_at_least_one_step_is_taken_except_in_empty_phases():
     assert ends.num_steps(message, 3) == 1
 
 
-def test_batches_that_do_not_say_how_many_they_are_are_counted():
+def test_batches_without_length_are_counted():
     class Endless:
         def __iter__(self):
             return iter(BATCHES)
@@ -83,7 +83,7 @@ def test_batches_that_do_not_say_how_many_they_are_are_counted():
     ("options", "scheduled"),
     [({"epochs": 2}, {"rate": 0.5}), ({"steps": 4}, {"steps": 0.5}), ({"steps": 4}, {"rate": 0.5, "steps": 0.5})],
 )
-def test_batches_are_not_counted_where_nothing_is_a_share_of_a_pass(options, scheduled):
+def test_batches_are_not_counted_if_steps_are_given(options, scheduled):
     class Counted:
         passes = 0
 
@@ -101,7 +101,7 @@ def test_batches_are_not_counted_where_nothing_is_a_share_of_a_pass(options, sch
     assert passes[0] == passes[1]
 
 
-def test_clients_of_one_server_start_with_its_version():
+def test_scheduled_uses_the_version_of_the_server():
     server = Server(SPACE, rules.FedAsync(0.5), START)
     trainer = clients.Scheduled(clients.Local(steps=8, **SGD), steps=schedules.Cosine(1.0, 0.0, 4))
     taken = []
@@ -143,7 +143,7 @@ def test_invalid_values_of_a_schedule_are_named():
         trained(clients.Scheduled(clients.Local(), rate=lambda version: -1.0), Message(START, version=0))
 
 
-def test_by_name_it_takes_any_trainer():
+def test_method_string_can_specify_scheduled_trainer():
     text = "asyncbezier:trainer=scheduled,trainer.trainer=curve,trainer.trainer.degree=3"
     falling = "trainer.rate=cosine,trainer.rate.start=1,trainer.rate.end=0.1,trainer.rate.period=50"
     fewer = "trainer.steps=cosine,trainer.steps.start=1,trainer.steps.end=0,trainer.steps.period=50"

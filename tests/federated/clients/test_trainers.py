@@ -1,4 +1,4 @@
-"""Trainers: thin clients over `fit`, on flat and curved spaces."""
+"""Tests of trainers on flat and curved spaces against `fit` and plain training loops."""
 
 from dataclasses import replace
 from functools import partial
@@ -42,7 +42,7 @@ def test_the_curve_trainer_returns_the_result_of_fit():
     assert payload.samples == 20
 
 
-def test_the_local_trainer_is_the_first_phase():
+def test_local_trainer_equals_the_first_phase_of_curve():
     curve = clients.Curve(epochs=(2, 1), rate=0.1).train(SPACE, Message(START), loss, PAIRS, None, generator=seeded())
     local = clients.Local(epochs=2, rate=0.1).train(SPACE, Message(START), loss, PAIRS, None, generator=seeded())
     assert local.points.shape == (1, 3)
@@ -67,7 +67,7 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 @pytest.mark.parametrize("mu", [0.0, 0.3])
-def test_local_training_is_the_plain_loop_of_any_torch_optimiser(optimizer, mu):
+def test_local_training_equals_plain_loop_of_any_torch_optimiser(optimizer, mu):
     theta = torch.nn.Parameter(START.clone())
     descent = optimizer([theta], lr=0.05)
     for batch in [*PAIRS, *PAIRS]:
@@ -79,7 +79,7 @@ def test_local_training_is_the_plain_loop_of_any_torch_optimiser(optimizer, mu):
     assert torch.allclose(found, theta.detach(), rtol=1e-12, atol=1e-14)
 
 
-def test_trainers_are_values_with_flat_options():
+def test_trainers_compare_by_value():
     curve = clients.Curve(steps=(3, 4), sharpness=SAM(0.1))
     assert curve == clients.Curve(2, steps=(3, 4), sharpness=SAM(0.1))
     assert hash(curve) == hash(replace(curve))
@@ -91,7 +91,7 @@ def test_trainers_are_values_with_flat_options():
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("make", [clients.Local, clients.Curve, clients.Proximal, clients.FLOCO, clients.Trajectory])
 def test_invalid_options_are_rejected_by_the_constructor(make):
-    """By the name they have there, before anything is trained."""
+    """The error message contains the name that the option has in the constructor."""
     bad = {"rate": -1.0, "proximal": -1.0, "sharpness": SAM}
     if make is clients.Curve:
         bad |= {"degree": 0, "epochs": 3, "steps": (1,), "control_rate": 0, "control_start": "moon"}
@@ -103,7 +103,7 @@ def test_invalid_options_are_rejected_by_the_constructor(make):
             make(**{name: value})
 
 
-def test_fedprox_has_a_trainer_of_its_own():
+def test_proximal_equals_local_with_proximal_term():
     assert clients.Proximal().proximal == 0.01
     named = trained(clients.Proximal(rate=0.1, proximal=0.5))
     assert torch.equal(named, trained(clients.Local(rate=0.1, proximal=0.5)))
@@ -114,8 +114,8 @@ TERM = clients.LorentzProximal(0.3, 0.7, 1.5)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
-def test_local_training_with_the_lorentz_term_is_the_plain_loop(optimizer):
-    """FedMRUR: the term is differentiated by autograd here, and in closed form by the trainer."""
+def test_local_training_with_lorentz_term_equals_plain_loop(optimizer):
+    """The plain loop differentiates the term of FedMRUR with autograd. The trainer uses the closed form."""
     theta = torch.nn.Parameter(START.clone())
     descent = optimizer([theta], lr=0.05)
     for batch in [*PAIRS, *PAIRS]:
@@ -127,8 +127,8 @@ def test_local_training_with_the_lorentz_term_is_the_plain_loop(optimizer):
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-def test_a_curve_with_the_lorentz_term_is_the_plain_loop(samples):
-    """The term is evaluated at the sampled points of the curve, as the loss is."""
+def test_curve_with_lorentz_term_equals_plain_loop(samples):
+    """The term is evaluated at the same sampled points of the curve as the loss."""
     trainer = clients.Curve(
         epochs=(1, 2), optimizer=torch.optim.SGD, rate=0.05, proximal=TERM, sampling="quadrature", samples=samples
     )
@@ -151,7 +151,7 @@ def test_a_curve_with_the_lorentz_term_is_the_plain_loop(samples):
 
 
 def test_every_trainer_with_a_proximal_option_accepts_the_term():
-    """The weight 0 is no term, and another weight changes the result."""
+    """A term with the weight 0 changes nothing, and a term with another weight changes the result."""
     for make in (clients.Local, clients.Proximal, clients.Curve, clients.Trajectory, clients.AsyncCurve):
         without, nothing, something = (
             trained(make(rate=0.1, proximal=given)) for given in (0.0, clients.LorentzProximal(0.0), TERM)
@@ -190,7 +190,7 @@ def curved_loss(theta, batch):
 
 
 def by_hand(optimizer, mu, steps=4):
-    """The loop, with the distance of the space followed by autograd."""
+    """Run the training loop with autograd through the distance of the space."""
     theta = torch.nn.Parameter(HOME.clone())
     descent = optimizer([theta])
     for _ in range(steps):
@@ -206,7 +206,7 @@ def by_hand(optimizer, mu, steps=4):
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("mu", [0.0, 0.7])
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.8}], ids=str)
-def test_on_curved_leaves_sgd_is_riemannian_and_the_proximal_term_a_distance(mu, options):
+def test_curved_leaves_use_riemannian_sgd_and_geodesic_distance(mu, options):
     trainer = clients.Local(steps=4, optimizer=partial(torch.optim.SGD, **options), rate=0.05, proximal=mu)
     found = trained(trainer, CURVED, HOME, curved_loss, Goals())
     expected = by_hand(lambda parameters: RiemannianSGD(parameters, lr=0.05, space=CURVED, **options), mu)
@@ -217,7 +217,7 @@ def test_on_curved_leaves_sgd_is_riemannian_and_the_proximal_term_a_distance(mu,
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_curve_of_curved_leaves_has_all_its_points_on_them():
+def test_control_points_stay_on_curved_leaves():
     trainer = clients.Curve(steps=(3, 3), optimizer=torch.optim.SGD, rate=0.05, proximal=0.1)
     payload = trainer.train(CURVED, Message(HOME), curved_loss, Goals(), None, generator=seeded())
     assert payload.points.shape == (2, *CURVED.shape)
@@ -245,7 +245,7 @@ class Goals(list):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_samples_are_counted_wherever_batches_come_from():
+def test_samples_are_counted_for_all_sources_of_batches():
     inputs, labels = torch.zeros(7, 3), torch.zeros(7, dtype=torch.int64)
     assert count_samples(PAIRS) == 20
     assert count_samples(DataLoader(TensorDataset(inputs, labels), batch_size=2)) == 7
@@ -273,7 +273,7 @@ COUNTED = [
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(("batches", "samples"), COUNTED)
-def test_the_samples_are_those_of_one_pass(batches, samples):
+def test_sample_count_is_that_of_one_pass(batches, samples):
     assert count_samples(batches) == samples
 
 
@@ -333,14 +333,17 @@ REFRESHED = {
 }
 
 
-def test_no_trainer_is_left_out():
+def test_paired_cases_cover_every_trainer():
     every = {getattr(clients, name) for name in clients.__all__ if hasattr(getattr(clients, name), "train")}
     assert {type(trainer) for _, trainer in PAIRED.values()} == every
 
 
 @pytest.mark.parametrize("name", PAIRED)
-def test_every_trainer_returns_the_buffers_that_the_server_asks_for(name):
-    """Statistics of the end, or of the way where that is a way of models; what layers in evaluation have stays."""
+def test_every_trainer_returns_the_requested_buffers(name):
+    """The statistics belong to the returned model, or to the models of the training path.
+
+    Layers in evaluation mode keep their statistics.
+    """
     rule, trainer = PAIRED[name]
     net = network(frozen=True)
     space = ParameterSpace.of(net)
@@ -367,8 +370,8 @@ def test_every_trainer_returns_the_buffers_that_the_server_asks_for(name):
         assert all(torch.equal(tensor, before[key]) for key, tensor in kept.items())
 
 
-def test_tasks_of_one_loss_do_not_see_each_other():
-    """What a client computes is fixed when it is dispatched, its statistics too."""
+def test_tasks_with_a_shared_loss_are_independent():
+    """The result of a task, including its statistics, depends only on its own message."""
     net = network()
     space = ParameterSpace.of(net)
     server = Server(space, rules.FedAsync(0.5), InitialModel(space.point(net), space.buffers(net)))

@@ -1,4 +1,4 @@
-"""The trainer that sends its way: what `Local` sends, and least squares on the iterates that it went through."""
+"""Tests of the trainer that returns its training path: it ends like `Local`, and fits the iterates by least squares."""
 
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ def sent(trainer, space=SPACE, message=None, objective=loss, batches=PAIRS):
 
 
 def iterates(kind, steps):
-    """θ_0, …, θ_K, kept."""
+    """Return the stored iterates θ_0, …, θ_K of a training run."""
     seen = [START]
     local = Local(steps=steps, **KINDS[kind])
     options = local._options()
@@ -47,7 +47,7 @@ def iterates(kind, steps):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_ends_where_local_training_does(kind):
+def test_trajectory_ends_at_the_model_of_local_training(kind):
     plain = sent(Local(epochs=2, **KINDS[kind]))
     for options, count in (({"degree": 1}, 1), ({}, 2), ({"degree": 3, "time": "length"}, 3), ({"pieces": 5}, 5)):
         payload = sent(Trajectory(epochs=2, **KINDS[kind], **options))
@@ -59,7 +59,7 @@ def test_it_ends_where_local_training_does(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("time", ["steps", "length"])
 @pytest.mark.parametrize("degree", [2, 4])
-def test_its_control_points_are_nearest_to_the_iterates(kind, time, degree):
+def test_control_points_are_the_least_squares_fit_to_the_iterates(kind, time, degree):
     path = iterates(kind, 11)
     places = None if time == "length" else torch.linspace(0, 1, 12, dtype=torch.float64)
     stored = Bezier(SPACE, degree).through(path, places, fixed_ends=True)
@@ -69,13 +69,13 @@ def test_its_control_points_are_nearest_to_the_iterates(kind, time, degree):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_pieces_are_models_of_shorter_training(kind):
+def test_pieces_equal_models_of_shorter_training(kind):
     pieces = sent(Trajectory(steps=8, pieces=4, **KINDS[kind])).points
     for i, point in enumerate(pieces, 1):
         assert torch.equal(point, sent(Local(steps=2 * i, **KINDS[kind])).points[0])
 
 
-def test_gradients_are_as_many_as_without_it():
+def test_trajectory_needs_no_additional_gradients():
     counts = []
     for trainer in (Local(steps=9), Trajectory(steps=9, degree=3), Trajectory(steps=9, pieces=4)):
         calls = []
@@ -90,14 +90,14 @@ def test_gradients_are_as_many_as_without_it():
 
 
 class Stream(IterableDataset):
-    """Without a length."""
+    """Batches without a length."""
 
     def __iter__(self):
         return iter([(x, y) for inputs, targets in PAIRS for x, y in zip(inputs, targets, strict=True)])
 
 
 @pytest.mark.parametrize("batches", [PAIRS, DataLoader(Stream(), batch_size=5)], ids=["list", "stream"])
-def test_steps_are_known_beforehand_or_counted(batches):
+def test_steps_are_predicted_or_counted(batches):
     options = {"optimizer": torch.optim.SGD, "rate": 0.05}
     pieces = sent(Trajectory(epochs=3, pieces=3, **options), batches=batches).points
     for i, point in enumerate(pieces, 1):
@@ -121,7 +121,7 @@ def test_batches_beyond_their_length_are_rejected():
     assert torch.equal(sent(Trajectory(degree=1), batches=Wrong(PAIRS)).points, sent(Local()).points)
 
 
-def test_no_training_is_a_path_of_length_zero():
+def test_zero_epochs_return_the_start_for_every_point():
     for options in ({}, {"time": "length"}, {"pieces": 2}):
         assert torch.equal(sent(Trajectory(epochs=0, **options)).points, START.expand(2, P))
 
@@ -133,8 +133,8 @@ def test_progress_is_returned_on_request():
         assert sent(trainer, message=asking).numbers == {"progress": pytest.approx(pace, rel=1e-15)}
 
 
-def test_a_server_goes_the_way_that_it_reads():
-    """Where the first of four pieces ends, a client would be that trains for a quarter of the steps."""
+def test_server_follows_the_trajectory():
+    """A quarter of the path of four pieces ends at the model of a client that trains for a quarter of the steps."""
     training = {"optimizer": torch.optim.SGD, "rate": 0.05}
     server = Server(SPACE, rules.AsyncBezier(rate=0.25, pull_back="none", normalise=True, polygon=True), START)
     ticket = server.dispatch(0)
@@ -155,7 +155,7 @@ def test_the_epochs_of_the_message_determine_the_path():
 CURVED = Product({"ball": PoincareBall(2), "way": Sphere(4), "w": Flat(2)})
 
 
-def test_on_a_curved_space_all_its_points_lie_on_it():
+def test_points_stay_on_a_curved_space():
     generator = torch.Generator().manual_seed(5)
     home, goal = CURVED.random_point(2, generator=generator, dtype=torch.float64)
     batches = [(goal[None], None)]
@@ -175,8 +175,8 @@ def test_on_a_curved_space_all_its_points_lie_on_it():
         assert server.receive(ticket.id, payload).reason == ""
 
 
-def test_a_quadratic_way_of_gradient_descent_in_closed_form():
-    """On ½ λ x² the iterates are qᵏ, q = 1 − ηλ, and φ₁ is a ratio of sums."""
+def test_quadratic_fit_of_gradient_descent_equals_closed_form():
+    """For the loss λ x² / 2, the iterates are qᵏ with q = 1 − ηλ, and φ₁ is a ratio of sums."""
     space = Flat(1)
     steps, rate = 20, 0.1
     k = torch.arange(steps + 1, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""What a call reads and writes of vectors as long as a model, in words of 32 bits a parameter, and how many it makes.
+"""Counter of the memory traffic of a call: the vectors of the size of a model that it reads, writes and allocates.
 
-Kernels and torch operations are counted alike: a vector of the length of a model that an operation reads or writes is
-counted once for it, whatever the dtype by its bytes. What is touched again in the same window of entries, as long as it
-is the last one, is in cache and counts no more.
+The unit is a word of 32 bits per parameter. Kernels and torch operations are counted in the same way. Each operation
+counts a vector that it reads or writes once, by its number of bytes. If an operation accesses a vector again in the
+current chunk of entries, the chunk is in the cache, and the access is not counted.
 """
 
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ CHUNK = SIZE // 8
 
 @dataclass
 class Words:
-    """The entries read, written and made, in words a parameter, and the passes of the kernels."""
+    """The numbers of words per parameter that are read, written and allocated, and the number of kernel passes."""
 
     read: float = 0.0
     written: float = 0.0
@@ -108,13 +108,13 @@ def _parts(line):
 
 
 def _distinct(lines):
-    """The tensors of rows, each piece of memory once."""
+    """Return the tensors in `rows` without repetitions of the same memory."""
     return {(t.data_ptr(), t.numel()): t for line in lines for t in _parts(line)}.values()
 
 
 @contextmanager
 def counted():
-    """Count what happens within, on models of `SIZE` parameters."""
+    """Count the memory traffic in a `with` block, for models with `SIZE` parameters."""
     words = Words()
     plain = {name: getattr(selection, name) for name in ("block_products", "combine", "combine_many", "gram_combine")}
 

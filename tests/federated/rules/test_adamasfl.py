@@ -1,4 +1,4 @@
-"""AdaMasFL: rates from S, K and T alone, trajectories that no scale of the loss changes, and how far they go."""
+"""Tests of AdaMasFL: its rates depend only on S, K and T, and its trajectories do not depend on the scale of the loss."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ def train_and_send(server, ticket, client, kappa=1.0, dtype=torch.float64):
 
 
 def trajectory(rule, kappa, seed, rounds, dtype=torch.float64):
-    """Every model of a run whose clients answer in any order, often late, now and then lost."""
+    """Return all models of a run whose clients return updates in random order, often late, and sometimes not at all."""
     server, rng = Server(SPACE, rule, 5 * draw(seed, D, dtype=dtype)), np.random.default_rng(seed)
     tickets, models = {c: server.dispatch(c) for c in range(CLIENTS)}, [server.model]
     while server.version < rounds:
@@ -61,8 +61,8 @@ def trajectory(rule, kappa, seed, rounds, dtype=torch.float64):
     st.sampled_from([16, 40]),
     st.sampled_from([{}, {"eta": 0.05}, {"beta": 0.7}, {"gamma": 0.2}, {"eta": 0.01, "beta": 1.0, "gamma": 0.3}]),
 )
-def test_it_is_the_papers_algorithm(seed, size, steps, horizon, chosen):
-    """Algorithms 3 and 4 in plain float64, with the paper's rates or others."""
+def test_run_equals_transcription_of_the_paper(seed, size, steps, horizon, chosen):
+    """The transcription computes Algorithms 3 and 4 in float64, with the paper's rates or with others."""
     eta = chosen.get("eta", 1 / (steps * horizon**0.5))
     beta = chosen.get("beta", (size * steps / horizon) ** 0.5)
     gamma = chosen.get("gamma", (size * steps) ** 0.25 / horizon**0.75)
@@ -111,7 +111,7 @@ def test_the_scale_of_the_losses_changes_nothing(initial, dtype):
 
 
 @pytest.mark.parametrize(("size", "steps", "server_steps"), [(1, 1, 30), (2, 3, 40), (3, 2, 24)])
-def test_it_travels_at_most_the_fourth_root_of_skt(size, steps, server_steps):
+def test_total_distance_is_at_most_the_fourth_root_of_skt(size, steps, server_steps):
     rule = AdaMasFL(size, steps=steps, server_steps=server_steps)
     bound = (size * steps * server_steps) ** 0.25
     lengths = trajectory(rule, 1e3, 1, server_steps).diff(dim=0).norm(dim=1)
@@ -145,7 +145,7 @@ def test_a_zero_direction_ends_the_local_loop():
     assert payload.tensors["gradient"].tolist() == [-0.25, 0.0, 0.0, 0.0]
 
 
-def test_steps_have_one_length_whatever_the_gradient():
+def test_length_of_steps_does_not_depend_on_the_gradient():
     message = Message(torch.zeros(D).double(), {"direction": torch.zeros(D).double()}, {"opening": 0.0, "beta": 1.0, "rate": 0.1, "steps": 5.0})  # fmt: skip
     slope = draw(1, D)
     for scale in (1e-300, 1e-160, 1.0, 1e200):
@@ -155,7 +155,7 @@ def test_steps_have_one_length_whatever_the_gradient():
         assert relative(payload.points[0], -0.5 * slope / slope.norm()) <= 1e-14
 
 
-def test_what_has_gone_too_far_is_refused():
+def test_server_rejects_update_beyond_maximum_distance():
     server = Server(SPACE, AdaMasFL(1, steps=4, server_steps=16, initial="zero"), 100 * draw(0, D, dtype=torch.float32))
     for part, accepted in ((1.0, True), (1.01, False)):
         ticket = server.dispatch("a")
@@ -167,7 +167,7 @@ def test_what_has_gone_too_far_is_refused():
     assert receipt.reason.startswith("points: expected a distance of at most ")
 
 
-def test_a_client_that_answers_twice_counts_once_and_is_averaged_with_the_others():
+def test_client_with_two_updates_counts_once_in_the_mean():
     rule = AdaMasFL(2, steps=1, server_steps=16, clients=4, initial="zero")
     server, rate = Server(SPACE, rule, torch.zeros(D).double()), rule.local_rate
 
@@ -190,7 +190,7 @@ def test_a_client_that_answers_twice_counts_once_and_is_averaged_with_the_others
     assert relative(server.model - before, rule.rate / 2 * torch.tensor([1.0, 0, 0, 1]).double()) <= 1e-14
 
 
-def test_late_clients_open_first():
+def test_late_clients_first_send_an_initial_gradient():
     server = Server(SPACE, AdaMasFL(1, steps=2, server_steps=20), draw(0, D))
     for client in (0, 0, 0):
         train_and_send(server, server.dispatch(client), client)
@@ -219,7 +219,7 @@ def test_late_clients_open_first():
     ],
     ids=str,
 )
-def test_options_out_of_range_are_named(options, name):
+def test_invalid_options_are_rejected_by_name(options, name):
     with pytest.raises(ArgumentError, match=f"^{name}: "):
         AdaMasFL(**options)
 
@@ -229,12 +229,12 @@ def test_rates_need_at_least_as_many_rounds_as_steps():
     assert math.isclose(AdaMasFL(4, steps=5, server_steps=20).rate * 20, (4 * 5 * 20) ** 0.25)
 
 
-def test_a_momentum_that_is_set_needs_no_number_of_rounds():
+def test_given_momentum_does_not_require_number_of_rounds():
     rule = AdaMasFL(4, steps=5, server_steps=1, beta=0.5)
     assert (rule.momentum, rule.local_rate) == (0.5, 1 / 5)
 
 
-def test_clients_say_what_they_miss():
+def test_trainer_names_missing_entries_of_the_message():
     def train(message, space=SPACE, problem=lambda x, _: x.sum()):
         return Normalised().train(space, message, problem, Batches([0]), None, generator=torch.Generator())
 
@@ -253,8 +253,8 @@ def test_clients_say_what_they_miss():
 
 
 @pytest.mark.parametrize(("steps", "server_steps"), [(100, 3000), (500, 1000), (1000, 3000)])
-def test_steps_from_a_model_of_zeros_are_not_too_far(steps, server_steps):
-    """Their roundings are of the size of what has been walked, where the base has none."""
+def test_steps_from_zero_model_are_within_the_maximum_distance(steps, server_steps):
+    """The rounding errors are proportional to the travelled distance, because the base is zero."""
     server = Server(Flat(1), AdaMasFL(1, steps=steps, server_steps=server_steps, initial="zero"), torch.zeros(1))
     ticket = server.dispatch("a")
     trained = Normalised().train(
@@ -278,7 +278,7 @@ def test_a_mean_of_large_gradients_does_not_overflow():
         )
 
 
-def test_an_opening_answer_with_points_that_are_not_finite_is_refused():
+def test_initial_gradient_with_nonfinite_points_is_rejected():
     server = Server(Flat(2), AdaMasFL(1, steps=3, server_steps=100), torch.zeros(2))
     ticket = server.dispatch("a", retain_base=False)
     points, base = torch.full((1, 2), math.nan), torch.full((2,), math.inf)

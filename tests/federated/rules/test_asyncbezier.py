@@ -1,4 +1,4 @@
-"""AsyncBezier's curves and rates: where a step ends on a bent curve or a polygon, and what stops it or scales it."""
+"""Tests of the curves and rates of AsyncBezier: the end of a step on a curve or polygon, and what limits or scales it."""
 
 import itertools
 import math
@@ -56,7 +56,7 @@ def legs(along):
 
 
 def chords(rows, kappa):
-    """The points of the bent curve, formed."""
+    """Return the points of the straightened curve, computed explicitly."""
     n = len(rows)
     return torch.stack([kappa * row + (1 - kappa) * (i + 1) / n * rows[-1] for i, row in enumerate(rows)])
 
@@ -90,7 +90,7 @@ def test_without_a_pull_back_the_rate_is_the_parameter(seed, n, rho, kappa, poly
 
 
 @given(seed=seeds, **options)
-def test_a_pulled_back_rate_is_where_the_curve_is_first_as_far(seed, n, rho, kappa, polygon, threshold):
+def test_pulled_back_rate_is_the_first_parameter_at_the_distance(seed, n, rho, kappa, polygon, threshold):
     given_ = update(seed, n)
     rows = OrthoDC(threshold)(SPACE, given_.base, given_.current, given_.points - given_.base)
     _, outcome = step(AsyncBezier(rho, threshold=threshold, curve_weight=kappa, polygon=polygon), given_)
@@ -105,7 +105,7 @@ def test_a_pulled_back_rate_is_where_the_curve_is_first_as_far(seed, n, rho, kap
 
 
 @given(seed=seeds, **options)
-def test_a_length_pull_back_covers_the_share_of_the_length(seed, n, rho, kappa, polygon, threshold):
+def test_length_pull_back_covers_the_given_fraction_of_the_length(seed, n, rho, kappa, polygon, threshold):
     given_ = update(seed, n)
     rows = OrthoDC(threshold)(SPACE, given_.base, given_.current, given_.points - given_.base)
     rule = AsyncBezier(rho, threshold=threshold, pull_back="length", curve_weight=kappa, polygon=polygon)
@@ -119,7 +119,7 @@ def test_a_length_pull_back_covers_the_share_of_the_length(seed, n, rho, kappa, 
 @given(seed=seeds, n=st.integers(2, 5), rho=st.floats(0.05, 2))
 @settings(max_examples=20)
 def test_the_length_pull_back_agrees_with_quadrature_of_the_hodograph(seed, n, rho):
-    """Manifold (11), transcribed: geodesics of the pulled-back metric have constant speed."""
+    """Transcription of Manifold (11): geodesics of the pulled-back metric have constant speed."""
     rows = np.concatenate([np.zeros((1, P)), draw(seed, n, P).numpy()])
 
     def speed(t):
@@ -139,7 +139,7 @@ def test_the_length_pull_back_agrees_with_quadrature_of_the_hodograph(seed, n, r
     [(0.0, lambda rho: rho**0.5), (0.5, lambda rho: rho), (1.0, lambda rho: 1 - (1 - rho) ** 0.5)],
 )
 @pytest.mark.parametrize("rho", [0.0, 0.1, 0.75, 1.0])
-def test_on_a_straight_curve_the_length_is_the_chord(control, parameter, rho):
+def test_length_of_a_straight_curve_equals_its_chord(control, parameter, rho):
     inner = [[9 * control**2, 9 * control], [9 * control, 9.0]]
     for pull_back in ("chord", "length"):
         s = StepCurve(pull_back=pull_back).parameter(inner, rho)
@@ -167,7 +167,7 @@ def test_a_closed_curve_has_a_length_but_no_chord(seed, rho):
 
 @pytest.mark.parametrize("polygon", [False, True])
 @pytest.mark.parametrize("scale", [0.0, 1e-150, 1e-30, 1e140])
-def test_the_length_pull_back_has_no_unit(polygon, scale):
+def test_length_pull_back_is_scale_invariant(polygon, scale):
     rows = scale * torch.tensor([[1.0, 0.0], [1.0, 3.0]], dtype=torch.float64)
     s = StepCurve(pull_back="length", polygon=polygon).parameter((rows @ rows.T).tolist(), 0.25)
     unit = rows / scale if scale else rows
@@ -183,7 +183,7 @@ def test_the_length_pull_back_satisfies_the_laws_of_rules(pull_back, polygon):
 
 
 @given(seed=seeds, **options)
-def test_agreement_goes_its_part_of_the_legs_before_one_that_disagrees(seed, n, rho, kappa, polygon, threshold):
+def test_conflict_free_prefix_ends_before_the_first_conflicting_segment(seed, n, rho, kappa, polygon, threshold):
     given_ = update(seed, n)
     v = given_.points - given_.base
     products = legs((chords(v, kappa) @ (given_.current - given_.base)).tolist())
@@ -197,7 +197,7 @@ def test_agreement_goes_its_part_of_the_legs_before_one_that_disagrees(seed, n, 
     assert relative(outcome.model, expected) <= 1e-13
 
 
-def test_a_fresh_update_agrees_to_its_end():
+def test_conflict_free_prefix_of_a_fresh_update_is_the_whole_curve():
     base = draw(0, P)
     _, outcome = step(
         AsyncBezier(0.5, threshold=0.5, pull_back="conflict_free_prefix"), Update(0, base, base, draw(1, 3, P))
@@ -206,7 +206,7 @@ def test_a_fresh_update_agrees_to_its_end():
 
 
 @given(seeds, st.integers(1, 5), st.floats(0.01, 1.5), st.sampled_from(["chord", "none"]), st.booleans())
-def test_a_curve_bent_to_its_chord_is_the_linear_step(seed, n, rate, pull_back, polygon):
+def test_curve_straightened_to_its_chord_gives_the_linear_step(seed, n, rate, pull_back, polygon):
     given_ = update(seed, n, weight=0.7)
     end = replace(given_, points=given_.points[-1:])
     for threshold, linear in ((-1.0, ASGD), (1.0, FedOrtho)):
@@ -215,7 +215,7 @@ def test_a_curve_bent_to_its_chord_is_the_linear_step(seed, n, rate, pull_back, 
 
 
 @given(seeds, st.floats(0.01, 1))
-def test_points_of_a_line_are_a_chord_however_they_are_read(seed, rate):
+def test_collinear_points_give_the_chord_for_every_interpretation(seed, rate):
     given_ = update(seed, 1)
     line = torch.stack([torch.lerp(given_.base, given_.points[0], (i + 1) / 4) for i in range(4)])
     for pull_back in ("chord", "none"):
@@ -225,7 +225,7 @@ def test_points_of_a_line_are_a_chord_however_they_are_read(seed, rate):
             assert relative(outcome.model, step(ASGD(rate), given_)[1].model) <= 1e-12
 
 
-def test_a_rate_past_one_follows_a_curve_where_it_may():
+def test_rate_above_one_extrapolates_the_curve_if_allowed():
     given_ = update(4)
     curve = path(SPACE, given_.points - given_.base, polygon=False)
     rule = AsyncBezier(1.5, threshold=-1.0, pull_back="none", overshoot="extend")
@@ -236,11 +236,11 @@ def test_a_rate_past_one_follows_a_curve_where_it_may():
 
 
 @pytest.mark.parametrize("inner", [[[0.0]], [[0.0, 0.0], [0.0, 0.0]], [[4.0, 0.0], [0.0, 0.0]]])
-def test_a_polygon_that_ends_where_it_starts_moves_nothing(inner):
+def test_closed_polygon_does_not_move_the_model(inner):
     assert StepCurve(polygon=True).parameter(inner, 0.5) == 0
 
 
-def test_a_polygon_can_wait_at_its_start_or_at_a_corner():
+def test_polygon_may_repeat_its_start_or_a_corner():
     rows = torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 4.0], [6.0, 8.0]])
     course = StepCurve(polygon=True)
     inner = (rows @ rows.T).tolist()
@@ -253,7 +253,7 @@ def test_a_polygon_can_wait_at_its_start_or_at_a_corner():
 @pytest.mark.parametrize("polygon", [False, True])
 @pytest.mark.parametrize("pull_back", ["chord", "none", "conflict_free_prefix", "length"])
 @pytest.mark.parametrize("kappa", [0.0, 0.4, 1.0])
-def test_on_a_sphere_the_step_is_along_its_own_curve(polygon, pull_back, kappa):
+def test_step_on_a_sphere_follows_its_curve(polygon, pull_back, kappa):
     space = Sphere(P)
     here, *points = (draw(9, 4, P) / draw(9, 4, P).norm(dim=1, keepdim=True)).unbind()
     points = space.exp(here.expand(3, -1), 0.3 * space.log(here.expand(3, -1), torch.stack(points)))
@@ -273,7 +273,7 @@ def test_on_a_sphere_the_step_is_along_its_own_curve(polygon, pull_back, kappa):
         assert outcome.numbers["step"] == 0.5
 
 
-def test_agreement_on_a_sphere_is_with_the_drift_there():
+def test_conflict_free_prefix_on_a_sphere_uses_the_transported_drift():
     space = Sphere(3)
     base = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     u = torch.tensor([[0.1, 0.0, 0.0], [0.2, 0.1, 0.0], [0.1, 0.2, 0.0]], dtype=torch.float64)
@@ -285,7 +285,7 @@ def test_agreement_on_a_sphere_is_with_the_drift_there():
 
 
 @given(seeds)
-def test_an_automatic_bend_is_what_the_mean_cosine_leaves(seed):
+def test_automatic_curve_weight_depends_on_the_mean_cosine(seed):
     rule = AsyncBezier(0.5, threshold=-1.0, pull_back="none", curve_weight="auto")
     state = None
     products, lengths = [], []
@@ -301,7 +301,7 @@ def test_an_automatic_bend_is_what_the_mean_cosine_leaves(seed):
         lengths = [0.98 * x for x in lengths] + [(v.norm() * g.norm()).item()]
 
 
-def test_a_run_without_staleness_stays_on_its_chords():
+def test_run_without_staleness_follows_its_chords():
     rule = AsyncBezier(0.5, threshold=-1.0, pull_back="none", curve_weight="auto")
     server = Server(SPACE, rule, draw(0, P))
     straight = Server(SPACE, ASGD(0.5), draw(0, P))
@@ -462,7 +462,7 @@ test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests(
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_a_step_reads_once_and_writes_once(name):
+def test_step_reads_and_writes_each_vector_once(name):
     rule = GOLDEN[name]
     server = Server(Flat(SIZE), rule, draw(0, SIZE, dtype=torch.float32))
     tickets = [server.dispatch(client) for client in "ab"]
@@ -474,7 +474,7 @@ def test_a_step_reads_once_and_writes_once(name):
         assert (words.grams, words.combines) == (1, 1)
 
 
-def test_paces_are_asked_for_and_checked():
+def test_progress_is_requested_and_validated():
     server = Server(SPACE, AsyncBezier(0.5, threshold=-1.0, pull_back="none", normalise=True), draw(0, P))
     ticket = server.dispatch("a")
     assert ticket.message.numbers == {"progress": 1.0}
@@ -489,7 +489,7 @@ def test_paces_are_asked_for_and_checked():
 
 
 @pytest.mark.parametrize("lie", [1e-100, 1e100])
-def test_one_lie_about_a_pace_is_no_more_than_one_odd_client(lie):
+def test_one_false_progress_value_has_bounded_influence(lie):
     rule = AsyncBezier(0.1, threshold=-1.0, pull_back="none", normalise=True)
     server = Server(SPACE, rule, draw(0, P), weights=dict.fromkeys(range(10), 1))
 
@@ -504,7 +504,7 @@ def test_one_lie_about_a_pace_is_no_more_than_one_odd_client(lie):
     assert send(0, 1.0) == pytest.approx(0.01 * (1.98 if lie > 1 else 0.99), rel=0.02)
 
 
-def test_paces_that_are_asked_for_later_begin_with_the_first():
+def test_progress_requested_later_starts_with_the_first_value():
     rule = AsyncBezier(0.5, threshold=-1.0, pull_back="none", normalise=True)
     start = draw(0, P)
     update = Update(client="a", base=start, current=start, points=(draw(1, P),), numbers={"progress": 4.0})
@@ -512,7 +512,7 @@ def test_paces_that_are_asked_for_later_begin_with_the_first():
     assert (state["progress"], outcome.numbers["step"]) == (4.0, 0.5)
 
 
-def test_a_trajectory_brings_its_pace_and_its_corners():
+def test_trajectory_returns_its_progress_and_its_corners():
     rule = AsyncBezier(0.5, threshold=-1.0, pull_back="none", polygon=True, normalise=True)
     start = draw(0, P)
     server = Server(SPACE, rule, start)
@@ -530,7 +530,7 @@ def test_a_trajectory_brings_its_pace_and_its_corners():
 
 @settings(max_examples=5)
 @given(seeds)
-def test_the_defaults_are_those_of_the_paper(seed):
+def test_defaults_equal_those_of_the_paper(seed):
     given_ = update(seed, 3)
     plain = step(AsyncCorrected(0.7, correction=OrthoDC(0.0)), given_)[1]
     assert torch.equal(step(AsyncBezier(0.7, threshold=0.0), given_)[1].model, plain.model)
@@ -555,6 +555,6 @@ def test_the_defaults_are_those_of_the_paper(seed):
         ),
     ],
 )
-def test_options_are_checked(options, message):
+def test_invalid_options_are_rejected(options, message):
     with pytest.raises(ArgumentError, match=message):
         AsyncBezier(**options)

@@ -1,4 +1,4 @@
-"""AsyncManifold: AsyncBezier and its trainer with any embedding, which steps along the path to the end point."""
+"""Tests of AsyncBezier and its trainer with other embeddings than curves (AsyncManifold)."""
 
 import pickle
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ BATCHES = list(draw(1, 5, P))
 
 @dataclass(frozen=True)
 class Ribbon(Embedding):
-    """A surface of two coordinates, not linear in its control points: the path to its end is a bent curve."""
+    """Surface with two coordinates that is not linear in its control points. The path to its end is a bent curve."""
 
     space: Manifold = None
 
@@ -60,7 +60,7 @@ class Ribbon(Embedding):
 
 
 def ribbon_point(rows, s):
-    """The path of the ribbon at its start, transcribed."""
+    """Return a point on the path of the ribbon, by a transcription of its formula."""
     return s * rows[1] + s * (1 - s) * rows[0] * (1 + rows[0] ** 2)
 
 
@@ -95,7 +95,7 @@ EMBEDDINGS = [
 
 
 @pytest.mark.parametrize(("embedding", "space"), EMBEDDINGS, ids=lambda x: type(x).__name__)
-def test_the_path_leads_from_the_first_control_point_to_the_last(embedding, space):
+def test_path_goes_from_first_to_last_control_point(embedding, space):
     near = torch.ones(P, dtype=torch.float64) + 0.3 * draw(5, embedding.size, P)
     phi = near / near.norm(dim=-1, keepdim=True) if isinstance(space, Sphere) else near
     path = EndPath(embedding)
@@ -151,7 +151,7 @@ thresholds = st.sampled_from([-1.0, 0.0, 1.0])
 
 
 @given(seeds, rates, modes, thresholds)
-def test_along_a_tunnel_the_step_is_that_of_its_curve(seed, rate, pull_back, threshold):
+def test_step_on_a_tunnel_equals_the_step_on_its_curve(seed, rate, pull_back, threshold):
     given_ = update(seed, 3)
     rule = AsyncBezier(rate, threshold=threshold, pull_back=pull_back)
     expected = step(rule, given_)
@@ -162,7 +162,7 @@ def test_along_a_tunnel_the_step_is_that_of_its_curve(seed, rate, pull_back, thr
 
 
 @given(seeds, rates, modes)
-def test_along_a_simplex_the_step_is_on_the_edge_to_the_last_vertex(seed, rate, pull_back):
+def test_step_on_a_simplex_follows_the_edge_to_the_last_vertex(seed, rate, pull_back):
     given_ = update(seed, 3)
     end = replace(given_, points=given_.points[-1:])
     for threshold, linear in ((-1.0, ASGD), (1.0, FedOrtho)):
@@ -172,8 +172,8 @@ def test_along_a_simplex_the_step_is_on_the_edge_to_the_last_vertex(seed, rate, 
 
 @given(seeds, rates, modes, thresholds)
 @settings(max_examples=25)
-def test_along_any_embedding_the_step_is_on_its_path(seed, rate, pull_back, threshold):
-    """Manifold (9)-(12), transcribed for the ribbon: correct each control point, then follow the path."""
+def test_step_on_any_embedding_follows_its_path(seed, rate, pull_back, threshold):
+    """Transcription of Manifold (9)-(12) for the ribbon: correct each control point, then follow the path."""
     given_ = update(seed)
     rule = AsyncBezier(rate, threshold=threshold, pull_back=pull_back, embedding=Ribbon())
     outcome = step(rule, given_)
@@ -198,7 +198,7 @@ def test_along_any_embedding_the_step_is_on_its_path(seed, rate, pull_back, thre
 
 @dataclass(frozen=True)
 class Disguised(Ribbon):
-    """A quadratic Bézier curve that the rule does not know as one."""
+    """A quadratic Bézier curve of a class that the rule does not recognise."""
 
     def __call__(self, phi, x):
         return Bezier(self.space, 2)(phi, x[..., 0])
@@ -220,7 +220,7 @@ def test_the_path_of_any_embedding_agrees_with_the_closed_form(space, pull_back)
 @pytest.mark.parametrize(
     "embedding", [Tunnel(radius=0.1), Simplex(vertices=3), Ribbon()], ids=lambda x: type(x).__name__
 )
-def test_every_embedding_obeys_the_laws_of_rules(embedding):
+def test_every_embedding_satisfies_the_laws_of_rules(embedding):
     rule = AsyncBezier(0.5, threshold=0.0, embedding=embedding)
     verdict = check_rule(rule, num_points=2, seeds=1, verbose=False)
     assert verdict.holds, f"\n{verdict}"
@@ -231,7 +231,7 @@ def test_every_embedding_obeys_the_laws_of_rules(embedding):
 @pytest.mark.parametrize(
     "embedding", [Tunnel(radius=0.05), Simplex(vertices=3), Ribbon()], ids=lambda x: type(x).__name__
 )
-def test_a_server_learns_along_embeddings(embedding):
+def test_server_learns_with_embeddings(embedding):
     trainer = Curve(epochs=(2, 1), rate=0.05, embedding=embedding)
     server = Server(SPACE, AsyncBezier(1.0, embedding=embedding), START, weights={"a": 1, "b": 1})
     target = torch.stack(BATCHES).mean(0)
@@ -252,7 +252,7 @@ def test_a_server_learns_along_embeddings(embedding):
         ("embedding=simplex,embedding.vertices=4", Simplex(vertices=4)),
     ],
 )
-def test_embeddings_have_names_on_the_command_line(text, embedding):
+def test_command_line_accepts_names_of_embeddings(text, embedding):
     made = method(f"asyncbezier:{text}")
     assert made.rule.embedding == made.trainer.embedding == embedding
     federation = FederatedDataset.split(clusters(), 6, partition=iid_partition, seed=0)
@@ -261,7 +261,7 @@ def test_embeddings_have_names_on_the_command_line(text, embedding):
     assert max(one.accuracy) > max(0.6, one.accuracy[0] + 0.1)
 
 
-def test_the_trainer_may_have_an_embedding_of_its_own():
+def test_trainer_may_have_its_own_embedding():
     made = method("asyncbezier:trainer.embedding=tunnel,trainer.embedding.radius=0.2")
     assert made.rule.embedding is None
     assert made.trainer.embedding == Tunnel(radius=0.2)
@@ -285,6 +285,6 @@ def test_the_trainer_may_have_an_embedding_of_its_own():
         (lambda: fit(Tunnel(), loss, BATCHES, start=START), "space: expected a manifold, got None"),
     ],
 )  # fmt: skip
-def test_options_are_checked(make, message):
+def test_invalid_options_are_rejected(make, message):
     with pytest.raises(ArgumentError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""AsyncCurve step for step: the rule and its trainer against plain transcriptions of the two algorithms."""
+"""Tests of the rule AsyncCurve and its trainer against plain transcriptions of the two algorithms."""
 
 import copy
 
@@ -38,7 +38,7 @@ def project(v, g):
 
 
 class Plain:
-    """The server of the paper, with the project's OrthoDyn, in the open: no frames, no Gram matrices."""
+    """Plain server of the paper with the library's OrthoDyn, without frames and Gram matrices."""
 
     def __init__(self, start, rate, *, smoothed=True, periodic=None, first=0, cycle=1, offset=0):
         self.models, self.rate, self.smoothed = [start], rate, smoothed
@@ -99,7 +99,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @settings(max_examples=2)
 @given(seeds)
-def test_the_rule_is_the_plain_transcription_step_for_step(options, seed):
+def test_rule_equals_plain_transcription(options, seed):
     rate, start = Cyclic(0.1, 0.9, 6), draw(seed, P)
     rule = AsyncCurve(N, rate, **options)
     renamed = {{"start": "first"}.get(name, name): value for name, value in options.items()}
@@ -125,7 +125,10 @@ def test_the_rule_is_the_plain_transcription_step_for_step(options, seed):
 
 
 def plain_step(rule, given_, goal):
-    """One step of the rule without its correction of the end, transcribed: Report (17), (31), (32), Figure 3."""
+    """Transcription of one step of the rule without its correction of the end.
+
+    Source: Report (17), (31), (32), Figure 3.
+    """
     base, now, (control, theirs) = given_.base, given_.current, given_.points
     beside = control - (base + theirs) / 2
     if rule.control == "rotate":
@@ -143,7 +146,7 @@ def plain_step(rule, given_, goal):
 @pytest.mark.parametrize("weighted", [False, True])
 @given(seeds, st.floats(0.05, 5.0))
 @settings(max_examples=15)
-def test_every_correction_of_the_control_point_is_its_formula(control, weighted, seed, rate):
+def test_every_correction_of_the_control_point_equals_its_formula(control, weighted, seed, rate):
     base, current = draw(seed, 2, P)
     given_ = Update(0, base, current, base + draw(seed + 1, 2, P), weight=0.4, numbers={"batches": 1.0})
     v, g = given_.points[1] - base, current - base
@@ -171,8 +174,8 @@ def test_a_shift_is_a_rotation_if_the_end_has_the_tangent_correction(seed):
 
 
 @pytest.mark.parametrize("control", ["rotate", "shift", "keep"])
-def test_an_end_that_the_correction_removes_still_has_a_control_point(control):
-    """The displacement is parallel to the drift up to rounding, so the step is computed from vectors."""
+def test_control_point_exists_if_the_correction_removes_the_end(control):
+    """The displacement is parallel to the drift up to rounding, so the step must be computed from the vectors."""
     base, current = draw(3, 2, P)
     theirs = base + 2 * (current - base) * (1 + 1e-9 * draw(4, P))
     given_ = Update(0, base, current, torch.stack([draw(5, P), theirs]), weight=0.5, numbers={"batches": 1.0})
@@ -188,7 +191,7 @@ def test_the_options_satisfy_the_laws_of_rules(options):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_so_it_is_through_every_phase_of_the_correction():
+def test_rule_equals_transcription_in_every_phase_of_the_correction():
     start, memories, phases = draw(0, P), {}, set()
     plain, rule = Plain(start, lambda tau: 0.5), AsyncCurve(N, 0.5)
     state, model = rule.init(SPACE, start), start
@@ -209,8 +212,11 @@ def test_so_it_is_through_every_phase_of_the_correction():
 
 @settings(max_examples=5)
 @given(seeds, st.integers(1, 6), st.integers(0, 3), st.integers(1, 3), st.integers(0, 1))
-def test_periodic_averages_are_those_of_swa_bit_for_bit(seed, periodic, first, cycle, offset):
-    """A rule that overwrites, against one that does not and a loop that asks SWA."""
+def test_periodic_averages_are_bitwise_equal_to_swa(seed, periodic, first, cycle, offset):
+    """The test compares a rule that overwrites the model with a rule without averages.
+
+    A loop calls SWA for the second rule.
+    """
     swa = SWA(SPACE, start=first, cycle=cycle, offset=offset, periodic=periodic)
     writes, leaves = (AsyncCurve(N, 0.7, start=first, cycle=cycle, offset=offset, periodic=p) for p in (periodic, None))
     ours = theirs = draw(seed, P)
@@ -227,7 +233,7 @@ def test_periodic_averages_are_those_of_swa_bit_for_bit(seed, periodic, first, c
         assert torch.equal(ours, theirs)
 
 
-def test_a_client_is_warmed_by_the_last_step_of_its_model():
+def test_client_receives_the_last_moments_of_the_server():
     server = Server(SPACE, AsyncCurve(N, 0.5), draw(0, P))
     ticket = server.dispatch("a")
     assert not ticket.message.tensors
@@ -242,7 +248,7 @@ def test_a_client_is_warmed_by_the_last_step_of_its_model():
     assert not server.dispatch("late").message.tensors
 
 
-def test_clients_may_join_late_fail_and_come_back_with_old_tickets():
+def test_clients_may_join_late_fail_and_return_old_tickets():
     server = Server(SPACE, AsyncCurve(N, 0.8), draw(0, P))
     old, lost = server.dispatch("a"), server.dispatch("b")
     server.drop(lost.id)
@@ -258,7 +264,7 @@ def test_clients_may_join_late_fail_and_come_back_with_old_tickets():
 
 
 @pytest.mark.parametrize("correction", [OrthoDC(0.0, granularity="tensor"), OrthoDyn(schedule=lambda tau: "position")])
-def test_other_corrections_of_the_end(correction):
+def test_end_supports_other_corrections(correction):
     base, current, control, end = draw(0, 4, P)
     rule = AsyncCurve(1, 1.0, correction=correction)
     given_ = Update(0, base, current, torch.stack([control, end]), numbers={"batches": 1.0})
@@ -270,7 +276,7 @@ def test_other_corrections_of_the_end(correction):
 
 @settings(max_examples=10)
 @given(seeds)
-def test_single_precision_loses_a_few_roundings(seed):
+def test_single_precision_differs_by_a_few_rounding_errors(seed):
     rule = AsyncCurve(1, 0.4)
     points = draw(seed, 4, P, dtype=torch.float32)
     models = []
@@ -283,7 +289,7 @@ def test_single_precision_loses_a_few_roundings(seed):
     assert (models[0] - models[1]).abs().max() <= 16 * 2**-24 * points.double().abs().max()
 
 
-def test_it_takes_momentum():
+def test_momentum_wraps_asynccurve():
     servers = [Server(SPACE, rule, draw(0, P)) for rule in (AsyncCurve(2, 0.5), Momentum(AsyncCurve(2, 0.5), 0.0))]
     for i in range(4):
         for server in servers:
@@ -293,7 +299,7 @@ def test_it_takes_momentum():
     assert relative(servers[0].model, servers[1].model) <= 1e-14
 
 
-def test_nothing_that_came_in_is_written():
+def test_step_does_not_modify_its_inputs():
     base, current = draw(0, 2, P)
     rule = AsyncCurve(N, 0.5, periodic=2, cycle=2, start=2, offset=1)
     state = rule.init(SPACE, base)
@@ -308,7 +314,7 @@ def test_nothing_that_came_in_is_written():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_doors():
+def test_invalid_options_and_inputs_are_rejected():
     for options, name in (
         ({"clients": 0}, "clients"),
         ({"clients": 1, "rate": 0}, "rate"),
@@ -346,7 +352,7 @@ def test_doors():
 
 
 def by_hand(message, *, epochs, rate, control_rate, gamma, mu=0.0, lorentz=None, sharpness=None, printed=False, seed=3):
-    """The paper's client, with the weight 2 on the curve and the projected control point."""
+    """Train like the paper's client, with the weight 2 in the curve and the projected control point."""
     b1, b2, eps, base = 0.9, 0.999, 1e-8, message.start
     theta, delta = base.clone(), torch.zeros(P, dtype=torch.float64)
     warm = "m" in message.tensors
@@ -394,7 +400,7 @@ CLIENTS = {
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("gamma", [0.6, 1.0])
 @pytest.mark.parametrize("case", CLIENTS)
-def test_the_trainer_is_the_plain_transcription_step_for_step(case, gamma):
+def test_trainer_equals_plain_transcription(case, gamma):
     message, options, plain = CLIENTS[case]
     for epochs in (1, 2):
         trainer = client.AsyncCurve(epochs=epochs, rate=0.02, control_rate=0.01, projection=gamma, **options)
@@ -407,7 +413,7 @@ def test_the_trainer_is_the_plain_transcription_step_for_step(case, gamma):
     assert isinstance(trainer, Trainer)
 
 
-def test_the_control_point_bends_and_does_not_run_along_the_chord():
+def test_control_point_does_not_move_along_the_chord():
     payload = client.AsyncCurve(rate=0.1).train(
         SPACE, WARM, loss, PAIRS, None, generator=torch.Generator().manual_seed(0)
     )
@@ -417,7 +423,7 @@ def test_the_control_point_bends_and_does_not_run_along_the_chord():
     assert bend.norm() > 1e-4
 
 
-def test_the_control_rate_is_a_tenth():
+def test_default_control_rate_is_a_tenth_of_the_rate():
     given_, tenth = (
         client.AsyncCurve(rate=0.1, control_rate=rate).train(
             SPACE, WARM, loss, PAIRS, None, generator=torch.Generator().manual_seed(0)
@@ -427,7 +433,7 @@ def test_the_control_rate_is_a_tenth():
     assert torch.equal(given_.points, tenth.points)
 
 
-def test_messages_are_only_read():
+def test_trainer_does_not_modify_the_message():
     kept = copy.deepcopy(WARM)
     client.AsyncCurve().train(SPACE, WARM, loss, PAIRS, None, generator=torch.Generator().manual_seed(0))
     assert all(torch.equal(kept.tensors[name], WARM.tensors[name]) for name in ("m", "v"))
@@ -436,7 +442,7 @@ def test_messages_are_only_read():
 
 @pytest.mark.usefixtures("as_shipped")
 def test_rule_and_trainer_together_reach_a_shared_minimum():
-    """Heterogeneous batches of one noiseless regression: all clients agree in its solution."""
+    """The clients have different batches of one regression without noise, so they have the same minimum."""
     truth, server = draw(20, P), Server(SPACE, AsyncCurve(3, 0.6), torch.zeros(P, dtype=torch.float64))
     inputs = [draw(30 + i, 12, P) for i in range(3)]
     trainer = client.AsyncCurve(epochs=2, rate=0.05)
@@ -454,14 +460,14 @@ def test_rule_and_trainer_together_reach_a_shared_minimum():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_the_trainers_doors():
+def test_trainer_rejects_invalid_options_and_messages():
     bad = {"epochs": 0, "rate": 0, "proximal": -1, "control_rate": -1, "betas": (0.9, 1), "eps": -1, "projection": 2}
     for name, value in bad.items():
         with pytest.raises(ArgumentError, match=rf"^{name}(\[1\])?: expected"):
             client.AsyncCurve(**{name: value})
     generator = torch.Generator()
     for tensors, words in (
-        ({"m": draw(0, P)}, "message: expected the moments m and v"),
+        ({"m": draw(0, P)}, "message: expected both moments m and v"),
         ({"m": draw(0, P), "v": draw(0, 2)}, "message: v: expected shape"),
     ):
         with pytest.raises(ArgumentError, match=words):

@@ -1,4 +1,4 @@
-"""Deliberately wrong AsyncCurve, FLOCO and proximal terms: each must be caught by the laws named beside it."""
+"""Mutants of AsyncCurve, FLOCO and the proximal terms, each with the laws that must detect it."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ def law(function):
 
 
 def caught_by(target, attribute, *laws):
-    """Register what replaces an attribute as a mutant."""
+    """Register the replacement of an attribute as a mutant."""
 
     def register(thing):
         MUTANTS[thing.__name__] = (target, attribute, thing, laws)
@@ -57,7 +57,7 @@ def project(x, g):
 
 
 def turned(given_, goal):
-    """The control point by Gram-Schmidt coordinates."""
+    """Return the control point from Gram-Schmidt coordinates."""
     a, b = (x / x.norm() for x in (given_.points[1] - given_.base, goal - given_.current))
     x, e = given_.points[0] - (given_.base + given_.points[1]) / 2, project(b, a)
     if e.norm() > 1e-12:
@@ -147,7 +147,7 @@ def every_third_version_is_the_mean_of_the_last():
 
 @law
 def the_first_average_begins_with_the_first_version():
-    """With `offset=1` it is at place 0, where nothing is overwritten yet: the first average is that of three."""
+    """With `offset=1`, the first version does not overwrite the model. The first average includes three versions."""
     writes, leaves = (asynccurve.AsyncCurve(1, 0.5, offset=1, periodic=p) for p in (2, None))
     state, other, x, seen = {"version": 0}, {"version": 0}, draw(0, P), []
     for version in range(1, 4):

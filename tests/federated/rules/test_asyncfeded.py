@@ -1,4 +1,4 @@
-"""AsyncFedED: two clients by hand, a transcription, curved spaces, and the trainer that obeys it."""
+"""Tests of AsyncFedED: a manual computation, a transcription, curved spaces, and its trainer."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ GOLDEN = {"AsyncFedED": AsyncFedED(warm_up=0)}
 PLANE = Flat(2)
 
 
-def test_two_clients_by_hand():
+def test_run_of_two_clients_equals_manual_computation():
     def answer(ticket, x, y):
         start = ticket.message.start
         return server.receive(ticket.id, Payload((start + torch.tensor([x, y], dtype=torch.float64))[None], samples=1))
@@ -87,7 +87,7 @@ def test_the_weighted_rule_satisfies_the_laws():
 
 
 def transcription(happened, start, *, rate, epsilon, target, gain, epochs, warm_up):
-    """Wang et al. 2022 with Manifold (47), update by update."""
+    """Transcription of Wang et al. 2022 with Manifold (47), one update at a time."""
     x, counts, version = start, {}, 0
     for event in happened:
         if isinstance(event, Sent):
@@ -103,7 +103,7 @@ def transcription(happened, start, *, rate, epsilon, target, gain, epochs, warm_
 
 @settings(max_examples=8)
 @given(seeds, st.floats(0.1, 1), st.floats(0.1, 2), st.floats(0, 3), st.floats(0, 3), st.integers(0, 12))
-def test_it_is_the_papers_loop_whoever_joins_leaves_or_fails(seed, rate, epsilon, target, gain, warm_up):
+def test_random_run_equals_transcription_of_the_paper(seed, rate, epsilon, target, gain, warm_up):
     options = {"epsilon": epsilon, "target": target, "gain": gain, "epochs": 4, "warm_up": warm_up}
     happened = life(AsyncFedED(rate, **options), seed)
     for event, expected in transcription(happened, draw(seed, SIZE), rate=rate, **options):
@@ -124,7 +124,7 @@ def test_the_warm_up_is_the_first_ten_rounds():
     assert [out.client_state["epochs"] for out in told] == [7, 7, 7 + math.floor(1 - gamma)]
 
 
-def test_who_has_not_moved_says_nothing():
+def test_zero_displacement_changes_neither_model_nor_client_state():
     base, current = draw(0, SIZE), draw(1, SIZE)
     rule = AsyncFedED(warm_up=0)
     for here in (base, current):
@@ -134,7 +134,7 @@ def test_who_has_not_moved_says_nothing():
         assert outcome.client_state == {"epochs": 3, "kept": 1.0}
 
 
-def test_a_drift_beyond_all_measure_is_one_epoch():
+def test_infinite_drift_gives_one_epoch():
     rule, base = AsyncFedED(warm_up=0), torch.zeros(SIZE).double()
     for gain in (0.0, 1.0, 1e9):
         update = Update(0, base, torch.full_like(base, 1e153), torch.full_like(base, 1e-153)[None])
@@ -144,7 +144,7 @@ def test_a_drift_beyond_all_measure_is_one_epoch():
 
 @settings(max_examples=10)
 @given(seeds)
-def test_on_a_sphere_distances_are_the_spheres(seed):
+def test_distances_on_a_sphere_are_geodesic(seed):
     space = Sphere(4)
     base, current, point = (space.project(draw(seed + i, 4)) for i in range(3))
     rule = AsyncFedED(0.3, warm_up=0)
@@ -171,7 +171,7 @@ def trained(trainer, **numbers):
 
 
 @pytest.mark.parametrize("make", [Local, Proximal])
-def test_the_trainer_obeys(make):
+def test_trainer_runs_the_requested_epochs(make):
     local = make(epochs=9, optimizer=QUIET, rate=0.05)
     for epochs in (1, 3):
         payload = trained(Epochs(local), epochs=float(epochs))
@@ -182,7 +182,7 @@ def test_the_trainer_obeys(make):
     assert isinstance(Epochs(), Trainer)
 
 
-def test_a_plan_has_an_end():
+def test_number_of_epochs_is_bounded():
     rule, x, memory = AsyncFedED(gain=1e300, target=1e10, warm_up=0), draw(0, SIZE), None
     for k in range(3):
         _, outcome = rule.step(SPACE, {"version": k}, Update(0, x, x, x[None] + 1, client_state=memory))
@@ -191,7 +191,7 @@ def test_a_plan_has_an_end():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_bad_input_is_refused_by_name():
+def test_invalid_arguments_are_rejected_by_name():
     for numbers in ({}, {"epochs": 0.0}, {"epochs": 1.5}, {"epochs": math.nan}, {"epochs": math.inf}):
         with pytest.raises(ArgumentError, match="epochs"):
             trained(Epochs(), **numbers)

@@ -1,4 +1,4 @@
-"""AsyncKrylov: a stale step is the fresh one, where a path tells all; and a plain one where it tells nothing."""
+"""Tests of AsyncKrylov: with a complete path, a stale step equals the fresh step; without a path, it is a plain step."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def a_stale_step_is_the_one_that_a_fresh_client_would_have_made(k):
 
 @caught_by("AsyncKrylov", "a_stale_step_is_the_one_that_a_fresh_client_would_have_made")
 class AsyncKrylovAlongTheCurve(AsyncKrylov):
-    """Its points read as control points of a Bézier curve."""
+    """AsyncKrylov that interprets its points as control points of a Bézier curve."""
 
     def step_curve(self, state):
         return super(AsyncKrylov, self).step_curve(state)
@@ -57,20 +57,20 @@ test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests(
 
 
 @given(seeds, st.floats(0.05, 2.0))
-def test_a_model_alone_is_taken_as_it_is(seed, rate):
+def test_single_model_is_applied_without_correction(seed, rate):
     base, current, point = draw(seed, 3, SIZE)
     given_ = Update(0, base, current, point[None], weight=0.7)
     assert torch.equal(step(AsyncKrylov(rate), given_).model, step(ASGD(rate), given_).model)
 
 
 @given(seeds)
-def test_a_fresh_path_is_its_chord(seed):
+def test_fresh_path_gives_the_step_along_its_chord(seed):
     base, *points = draw(seed, 5, SIZE)
     given_ = Update(0, base, base, torch.stack(points))
     assert relative(step(AsyncKrylov(0.5), given_).model, base + 0.5 * (points[-1] - base)) <= 1e-14
 
 
-def test_the_front_door_corrects_tensor_by_tensor():
+def test_aggregate_corrects_each_tensor_separately():
     sizes = {"w": (3, 4), "b": (5,)}
     base, current, *path = [{name: draw(seed, *size) for name, size in sizes.items()} for seed in range(6)]
     out, _, _ = aggregate(AsyncKrylov(0.5), None, current, base, path)
@@ -81,8 +81,11 @@ def test_the_front_door_corrects_tensor_by_tensor():
 
 
 @pytest.mark.parametrize("late", [0, 1, 4])
-def test_a_late_server_rests_where_a_punctual_one_does(late):
-    """Clients in turn, on losses that disagree, whose paths tell all: staleness is seen through, update by update."""
+def test_fixed_point_does_not_depend_on_staleness(late):
+    """Two clients with different losses take turns.
+
+    Their paths contain enough information to compensate the staleness of each update.
+    """
     losses = [quadratic(seed, [0.9, 0.5, 0.2], 3) for seed in (0, 5)]
     server = Server(Flat(3), AsyncKrylov(0.3, tolerance=1e-12), torch.zeros(3).double(), weights={0: 1, 1: 1})
     tickets = [server.dispatch(turn % 2) for turn in range(late + 1)]
@@ -97,7 +100,7 @@ def test_a_late_server_rests_where_a_punctual_one_does(late):
         assert relative(server.model, model) <= 1e-6
 
 
-def test_a_path_that_is_made_up_goes_back_over_the_drift_and_no_farther():
+def test_forged_path_moves_the_model_by_at_most_the_drift():
     base, current = draw(0, 2, SIZE)
     g = current - base
     point = base - 0.1 * g / g.norm()
@@ -106,7 +109,7 @@ def test_a_path_that_is_made_up_goes_back_over_the_drift_and_no_farther():
         assert moved.norm().item() == pytest.approx(rate * (0.1 + g.norm().item()), rel=1e-12)
 
 
-def test_options_are_checked():
+def test_invalid_options_are_rejected():
     for wrong, words in (
         ({"granularity": "layer"}, "granularity: expected one of"),
         ({"tolerance": -1.0}, "tolerance:"),

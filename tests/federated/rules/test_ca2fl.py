@@ -1,4 +1,4 @@
-"""CA²FL against a transcription, its closed form with everyone in every buffer, and who is not remembered yet."""
+"""Tests of CA²FL against a transcription and a closed form, and of clients without a cached update."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ GOLDEN = {"CA2FL": CA2FL(2, rate=0.5, clients=2)}
 
 
 def transcription(came, start, *, size, rate, clients, unknown):
-    """Wang et al. 2024 (ICLR), Algorithm 2, line by line: the model after each update."""
+    """Transcription of Wang et al. 2024 (ICLR), Algorithm 2. Return the model after each update."""
     x, cached, buffer, models = start, {}, [], []
     for client, delta in came:
         buffer.append((client, delta))
@@ -45,7 +45,7 @@ OPTIONS = [(5, "zero"), (None, "zero"), (None, "mean")]
 @pytest.mark.parametrize(("clients", "unknown"), OPTIONS)
 @settings(max_examples=4)
 @given(seeds, st.integers(1, 4), st.floats(0.1, 1.5))
-def test_it_is_the_papers_loop_whoever_joins_leaves_or_fails(clients, unknown, seed, size, rate):
+def test_random_run_equals_transcription_of_the_paper(clients, unknown, seed, size, rate):
     came = arrivals(CA2FL(size, rate, clients=clients, unknown=unknown), seed)
     moves = [(event.client, event.point - event.base) for event in came]
     expected = transcription(moves, draw(seed, SIZE), size=size, rate=rate, clients=clients, unknown=unknown)
@@ -57,8 +57,8 @@ def test_it_is_the_papers_loop_whoever_joins_leaves_or_fails(clients, unknown, s
 
 @settings(max_examples=6)
 @given(seeds, st.integers(1, 5), st.sampled_from(OPTIONS[1:]))
-def test_with_everyone_in_every_buffer_it_is_their_mean(seed, n, option):
-    """h̄ and the mean of the h_i are the same and cancel: FedBuff with a constant staleness weight."""
+def test_buffer_with_all_clients_gives_their_mean(seed, n, option):
+    """h̄ equals the mean of the h_i, so they cancel. The step is that of FedBuff with a constant staleness weight."""
     rule, plain = CA2FL(n, 0.7, unknown=option[1]), FedBuff(n, 0.7, staleness=Constant())
     model, memory = draw(seed, SIZE), [None] * n
     state, other = rule.init(SPACE, model), plain.init(SPACE, model)
@@ -77,7 +77,7 @@ def test_with_everyone_in_every_buffer_it_is_their_mean(seed, n, option):
 
 
 def alone(rule, *moves):
-    """How far each of these clients' displacements moved the model, one after the other."""
+    """Return the movement of the model at each displacement, one after another."""
     model, memories, went = torch.zeros(SIZE).double(), {}, []
     state = rule.init(SPACE, model)
     for client, move in moves:
@@ -89,14 +89,14 @@ def alone(rule, *moves):
     return went
 
 
-def test_a_newcomer_counts_once_where_the_mean_stands_for_it():
+def test_new_client_counts_once_if_the_mean_replaces_its_cache():
     d = draw(0, SIZE)
     paper, mean = (alone(CA2FL(1, unknown=u), *((i, d) for i in range(4))) for u in ("zero", "mean"))
     assert all(relative(step, d) <= 1e-14 for step in mean)
     assert all(relative(step, (1 + k / (k + 1)) * d) <= 1e-14 for k, step in enumerate(paper))
 
 
-def test_each_is_calibrated_by_what_was_held_before_the_buffer():
+def test_updates_are_calibrated_with_caches_from_before_the_buffer():
     a, b, c = draw(1, 3, SIZE)
     went = alone(CA2FL(2), (0, a), (0, b), (0, c), (0, a))
     assert relative(went[1], (a + b) / 2) <= 1e-14
@@ -104,7 +104,7 @@ def test_each_is_calibrated_by_what_was_held_before_the_buffer():
     assert relative(went[3], b + (c - b + a - b) / 2) <= 1e-14
 
 
-def test_a_vector_a_client_and_no_more():
+def test_server_stores_one_vector_per_client():
     rule, model, memories = CA2FL(2), torch.zeros(SIZE), {}
     state = rule.init(SPACE, model)
     for k in range(12):
@@ -117,7 +117,7 @@ def test_a_vector_a_client_and_no_more():
     assert not {"buffer", "replaced"} & state.keys()
 
 
-def test_the_sum_of_the_caches_is_the_sum_of_the_caches():
+def test_stored_sum_equals_the_sum_of_the_caches():
     rule, model, memories = CA2FL(3), torch.zeros(SIZE).double(), {}
     state = rule.init(SPACE, model)
     clients = torch.randint(4, (60,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -129,13 +129,13 @@ def test_the_sum_of_the_caches_is_the_sum_of_the_caches():
     assert state["cached"] == 4
 
 
-def test_what_is_kept_for_clients_may_lie_in_files():
+def test_client_states_in_files_give_the_same_models():
     here, there = (arrivals(CA2FL(2), 3, **options) for options in ({}, {"memory_limit": 0}))
     assert all(torch.equal(a.model, b.model) for a, b in zip(here, there, strict=True))
 
 
 def told(rule, dtype, *moves):
-    """Which of these clients' displacements a server took."""
+    """Return the reason of each receipt, for the displacements of several clients."""
     server, took = Server(Flat(1), rule, torch.zeros(1, dtype=dtype)), []
     for client, move in moves:
         ticket = server.dispatch(client)
@@ -145,14 +145,14 @@ def told(rule, dtype, *moves):
 
 @pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 3e38), (torch.float64, 1.7e308)])
 @pytest.mark.parametrize("size", [1, 3])
-def test_nobody_is_refused_for_what_another_one_sent(dtype, far, size):
+def test_huge_update_does_not_cause_rejection_of_other_updates(dtype, far, size):
     reasons = told(CA2FL(size), dtype, ("a", far), ("b", far), *((i, 0.1) for i in range(4)))
     assert all(reason.startswith("points") for reason in reasons[:2])
     assert not any(reasons[2:])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_spike_is_forgotten_with_the_next_answer(size):
+def test_huge_update_is_replaced_by_the_next_update_of_its_client(size):
     rule, model, memories = CA2FL(size), torch.zeros(1), {}
     state = rule.init(Flat(1), model)
     for k in range(24):
@@ -165,14 +165,14 @@ def test_a_spike_is_forgotten_with_the_next_answer(size):
     assert state["sum"].item() == pytest.approx(sum(float(m["cache"]) for m in memories.values()), abs=1e-4)
 
 
-def test_more_clients_than_were_foreseen_are_counted():
+def test_clients_above_the_expected_number_are_counted():
     step = torch.ones(SIZE).double()
     went = alone(CA2FL(1, clients=2), *((i, step) for _ in range(2) for i in range(5)))
     assert relative(went[-1], step) <= 1e-14
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_bad_input_is_refused_by_name():
+def test_invalid_arguments_are_rejected_by_name():
     for options, words in (
         ({"size": 0}, "size"),
         ({"rate": 0.0}, "rate"),

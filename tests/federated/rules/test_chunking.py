@@ -1,4 +1,4 @@
-"""Rules that work window by window, and bounds in place of trials: the bits and the refusals of one piece at a time."""
+"""Tests that rules which process a model in chunks return the same results and rejections as without chunks."""
 
 import math
 
@@ -20,7 +20,7 @@ SPACE = Flat(P)
 
 
 def walked(rule, dtype, count=6):
-    """The states and models of a rule whose clients answer in turn."""
+    """Return the states and models of a rule whose clients take turns."""
     start = draw(0, P, dtype=dtype)
     state, current, memories, seen = rule.init(SPACE, start), start, {}, []
     for i in range(count):
@@ -44,7 +44,7 @@ def walked(rule, dtype, count=6):
     [FADAS(2), FedAdam(2), MasFL(2, initial="zero"), AdaMasFL(2, steps=50, server_steps=100, initial="zero")],
     ids=lambda rule: type(rule).__name__,
 )
-def test_windows_change_no_bit(rule, dtype, monkeypatch):
+def test_chunk_size_does_not_change_the_results(rule, dtype, monkeypatch):
     whole = walked(rule, dtype)
     monkeypatch.setattr(chunking, "CHUNK_SIZE", 64)
     pieces = walked(rule, dtype)
@@ -54,8 +54,11 @@ def test_windows_change_no_bit(rule, dtype, monkeypatch):
 
 @settings(max_examples=40)
 @given(seeds, st.floats(20, 38.5), st.floats(20, 38.5), st.booleans(), st.floats(-3, 3))
-def test_an_update_waits_exactly_where_a_step_with_it_has_numbers(seed, first, second, large, rate):
-    """Of MasFL in float32, on gradients of any length: what bounds settle and what a trial does."""
+def test_update_is_buffered_exactly_if_its_step_is_finite(seed, first, second, large, rate):
+    """Test with MasFL in float32 and gradients of any length.
+
+    Some cases are decided by bounds, and others by a trial step.
+    """
     rule = MasFL(3, 10.0**rate, 0.9, initial="zero")
     start = torch.full((P,), 3e38) if large else draw(seed, P, dtype=torch.float32)
     state, total = rule.init(SPACE, start), torch.zeros(P).double()
@@ -77,8 +80,8 @@ def test_an_update_waits_exactly_where_a_step_with_it_has_numbers(seed, first, s
 
 
 @given(seeds, st.floats(-9, -1))
-def test_chords_that_are_nearly_opposite_turn_in_their_plane(seed, exponent):
-    """Corrected to the position, the chord is v - g: with a drift of twice v and a little, nearly -v."""
+def test_nearly_opposite_chords_rotate_in_their_plane(seed, exponent):
+    """With a position correction, the chord is v - g. If the drift g is slightly more than 2 v, the chord is nearly -v."""
     base, v, aside, x = draw(seed, 4, 9)
     v = v / v.norm()
     aside = aside - (aside @ v) * v

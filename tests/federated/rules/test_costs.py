@@ -68,7 +68,7 @@ def received(rule):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_rule_costs_what_its_docstring_says(name):
+def test_memory_traffic_equals_the_cost_in_the_docstring(name):
     seen, passes = received(CASES[name])
     words = " ".join(getattr(rules, name).__doc__.split())
     for kind, pattern in (("moves", MOVES), ("waits", WAITS)):
@@ -81,7 +81,7 @@ def test_a_rule_costs_what_its_docstring_says(name):
         assert set().union(*passes.values()) == KEEPING.get(name, {(1, 1)})
 
 
-def test_what_is_counted():
+def test_word_counter_counts_reads_writes_and_allocations():
     a, b = torch.ones(2, SIZE)
     with counted() as words:
         c = a.clone()

@@ -1,4 +1,7 @@
-"""Rules on curved parameter spaces: what they do there, by the space's own exp, log and transport, and what they refuse."""
+"""Tests of rules on curved parameter spaces.
+
+The steps use exp, log and transport of the space, and some options are rejected.
+"""
 
 import math
 
@@ -80,7 +83,7 @@ RULES = [
 
 
 def scene(seed, n=1, space=SPACE, size=0.3, dtype=torch.float64):
-    """A base, a current point and control points, all about `size` apart."""
+    """Return a base, a current point and control points with mutual distances of about `size`."""
     generator = torch.Generator().manual_seed(seed)
     base = space.random_point(generator=generator, dtype=torch.float64)
     at = base.expand(n + 1, -1)
@@ -101,7 +104,7 @@ CASES = [*((SPACE, rule) for rule in RULES), *((FRAMES, rule) for rule in ON_FRA
 @pytest.mark.parametrize(("space", "rule"), CASES, ids=lambda x: type(x).__name__)
 @settings(max_examples=1)
 @given(seed=seeds)
-def test_a_step_stays_on_the_space_and_is_as_long_as_it_says(space, rule, seed):
+def test_step_stays_on_the_space_and_has_the_reported_length(space, rule, seed):
     curves = (2,) if space is FRAMES else (1, 2)
     for n in (1,) if getattr(rule, "single_point", True) else curves:
         given_ = scene(seed, n, space)
@@ -117,7 +120,7 @@ def test_a_step_stays_on_the_space_and_is_as_long_as_it_says(space, rule, seed):
 
 @settings(max_examples=4)
 @given(seeds, st.floats(0.1, 1.0))
-def test_fedasync_goes_along_the_geodesic_to_the_clients_model(seed, rate):
+def test_fedasync_follows_the_geodesic_to_the_client_model(seed, rate):
     given_ = scene(seed)
     expected = SPACE.exp(given_.current, rate * SPACE.log(given_.current, given_.points[0]))
     assert relative(move(FedAsync(rate), given_).model, expected) <= 1e-9
@@ -140,8 +143,8 @@ def test_asgd_and_fedortho_step_along_transported_displacements(seed, rate):
 
 @settings(max_examples=2)
 @given(seeds, st.floats(0.1, 0.9), st.sampled_from([-1.0, 0.0, 1.0]))
-def test_asyncbezier_goes_its_part_of_the_way_to_the_candidate(seed, rate, threshold):
-    """Manifold (12), by distances of the space."""
+def test_asyncbezier_covers_the_rate_of_the_distance_to_the_candidate(seed, rate, threshold):
+    """Manifold (12), with distances of the space."""
     given_ = scene(seed, 2)
     base, current = given_.base, given_.current
     rows = SPACE.log(base.expand(2, -1), given_.points)
@@ -158,8 +161,8 @@ def test_asyncbezier_goes_its_part_of_the_way_to_the_candidate(seed, rate, thres
 
 @settings(max_examples=4)
 @given(seeds, st.floats(0.05, 0.95))
-def test_the_pulled_back_rate_of_a_geodesic_is_the_rate(seed, rho):
-    """Control points that lie evenly on a geodesic: s = ρ."""
+def test_pulled_back_rate_of_a_geodesic_equals_the_rate(seed, rho):
+    """For equally spaced control points on a geodesic, s = ρ."""
     space = Sphere(4)
     generator = torch.Generator().manual_seed(seed)
     x = space.random_point(generator=generator, dtype=torch.float64)
@@ -169,7 +172,7 @@ def test_the_pulled_back_rate_of_a_geodesic_is_the_rate(seed, rho):
     assert parameter_at_distance_on(Bezier(space, 2), phi, rho) == pytest.approx(rho, rel=1e-9)
 
 
-def test_the_pulled_back_rate_at_the_ends():
+def test_pulled_back_rate_is_exact_at_zero_and_one():
     space = Sphere(3)
     x, y, z = torch.eye(3, dtype=torch.float64)
     curve = Bezier(space, 2)
@@ -179,7 +182,7 @@ def test_the_pulled_back_rate_at_the_ends():
 
 
 @pytest.mark.parametrize("rule", [FedAsync(0.3), FedOrtho(0.3), FedBuff(1, 0.3), AsyncBezier(0.3)], ids=str)
-def test_a_rotation_of_everything_goes_through(rule):
+def test_step_is_equivariant_under_rotations(rule):
     space = ParameterSpace.of_state_dict({"x": torch.ones(4).double() / 2}, {"x": Sphere(4)})
     given_, q = scene(3, space=space), rotation(8, 4)
     turned = Update(0, given_.base @ q, given_.current @ q, given_.points @ q)
@@ -187,7 +190,7 @@ def test_a_rotation_of_everything_goes_through(rule):
 
 
 @pytest.mark.parametrize("rule", [FedAsync(0.3), ASGD(0.3), FedOrtho(0.3), FedGS(0.3), FedBuff(1, 0.3)], ids=str)
-def test_flat_leaves_move_as_on_a_flat_space_where_the_others_rest(rule):
+def test_flat_leaves_move_as_on_a_flat_space_if_curved_leaves_rest(rule):
     given_ = scene(1)
     part = slice(17, 23)
     rows = draw(2, 3, 6)
@@ -222,7 +225,7 @@ def test_buffers_average_transported_logs_at_the_current_point(rule, seed):
 
 
 def test_a_cohort_at_one_base_is_a_step_of_the_karcher_mean():
-    """At the mean of the clients' models, the mean of logs is zero: FedAvg rests there."""
+    """At the Karcher mean of the client models, the mean of the logs is zero, so FedAvg does not move."""
     space = ParameterSpace.of_state_dict({"x": torch.ones(3).double() / 3**0.5}, {"x": Sphere(3)})
     mean = torch.tensor([0.0, 0.0, 1.0]).double()
     clients = [
@@ -236,8 +239,8 @@ def test_a_cohort_at_one_base_is_a_step_of_the_karcher_mean():
     assert relative(outcome.model, mean) <= 1e-14
 
 
-def test_momentum_is_carried_along_the_step():
-    """On a great circle transported momentum adds up as angles do."""
+def test_momentum_is_transported_along_the_step():
+    """On a great circle, transported momenta add up like angles."""
     space = ParameterSpace.of_state_dict({"x": torch.tensor([1.0, 0.0, 0.0]).double()}, {"x": Sphere(3)})
 
     def at(angle):
@@ -254,14 +257,14 @@ def test_momentum_is_carried_along_the_step():
 
 
 class AheadOfTheModel(Momentum):
-    r"""Clients start at $\exp_\Theta \beta u$, where the momentum alone will take the model."""
+    r"""Rule whose clients start at $\exp_\Theta \beta u$, the point to which the momentum alone moves the model."""
 
     def message(self, space, state, current, client_state):
         u = state.get("velocity", torch.zeros_like(current))
         return Message(space.exp(current, self.beta * u))
 
 
-def test_a_rule_can_send_a_point_ahead_of_the_model():
+def test_rule_may_send_a_point_ahead_of_the_model():
     given_ = scene(3)
     server = Server(SPACE, AheadOfTheModel(ASGD(1.0), beta=0.5), given_.current)
     ticket = server.dispatch("a")
@@ -275,7 +278,7 @@ def test_a_rule_can_send_a_point_ahead_of_the_model():
 
 
 @pytest.mark.parametrize("rule", [FedAsync(0.5), FedOrtho(0.5), AsyncBezier(0.5), FedBuff(1)], ids=str)
-def test_single_precision_points_are_worked_on_in_double(rule):
+def test_single_precision_points_are_processed_in_double_precision(rule):
     wide, narrow = scene(4), scene(4, dtype=torch.float32)
     out = torch.empty_like(narrow.current)
     outcome = rule.step(NARROW, rule.init(NARROW, narrow.current), narrow, out=out)[1]
@@ -285,8 +288,11 @@ def test_single_precision_points_are_worked_on_in_double(rule):
     assert relative(out, move(rule, wide).model) <= 20 * 2**-24
 
 
-def test_a_small_drift_keeps_its_digits():
-    """Points 1e-4 apart in float32 know their difference to 1e-3; what is done with it adds nothing to that."""
+def test_small_drift_keeps_its_accuracy():
+    """Two float32 points at the distance 1e-4 determine their difference up to a relative error of 1e-3.
+
+    The step must not increase this error.
+    """
     wide = scene(5, size=1e-4)
     rounded = Update(0, *(SPACE.project(t.float().double()) for t in (wide.base, wide.current, wide.points)))
     narrow = scene(5, size=1e-4, dtype=torch.float32)
@@ -310,7 +316,7 @@ FAR = {name: t.clone().double() for name, t in TENSORS.items()} | {"directions":
 
 
 def answered(rule, points):
-    """The receipt of an update by a server that starts from the base."""
+    """Return the receipt of an update from a server that starts at the base."""
     server = Server(SPACE, rule, POINTS.base)
     return server.receive(server.dispatch("a"), Payload(points, 1))
 
@@ -331,7 +337,7 @@ def answered(rule, points):
         (lambda: move(FedAsync(), Update(0, *[SPACE.point({n: t.double() for n, t in TENSORS.items()})] * 2, SPACE.point(FAR)[None])), "points: out of reach of the base: "),
     ],
 )  # fmt: skip
-def test_what_a_curved_space_cannot_do_is_refused_by_leaf(call, words):
+def test_unsupported_options_on_curved_space_raise_argument_error(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
@@ -339,7 +345,7 @@ def test_what_a_curved_space_cannot_do_is_refused_by_leaf(call, words):
 @pytest.mark.parametrize(
     "rule", [ASGD(0.5), FedBuff(2), Momentum(ASGD(0.5)), AsyncBezier(0.5)], ids=lambda rule: type(rule).__name__
 )
-def test_leaves_narrower_than_their_master_lie_on_the_space_up_to_their_own_rounding(rule):
+def test_narrow_leaves_are_on_the_space_up_to_their_rounding(rule):
     space, state = {"w": Stiefel(32, 4)}, None
     model = {"w": torch.linalg.qr(draw(0, 32, 4)).Q.bfloat16()}
     for i in range(3):
@@ -351,7 +357,7 @@ def test_leaves_narrower_than_their_master_lie_on_the_space_up_to_their_own_roun
     assert (w.mT @ w - torch.eye(4)).abs().max() <= 2**-7
 
 
-def test_momentum_refuses_a_step_beyond_the_injectivity_radius():
+def test_momentum_rejects_step_beyond_the_injectivity_radius():
     sphere, start = Sphere(2), torch.tensor([1.0, 0.0]).double()
     client = torch.tensor([[math.cos(2), math.sin(2)]]).double()
     rule = Momentum(ASGD(2.0, overshoot="extend"))

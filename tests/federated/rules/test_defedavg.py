@@ -1,4 +1,4 @@
-"""DeFedAvg-nIID: a transcription, what it coincides with, and draws that favour nobody."""
+"""Tests of DeFedAvg-nIID: a transcription, special cases, and unbiased client sampling."""
 
 import itertools
 from collections import Counter
@@ -24,7 +24,7 @@ GOLDEN = {"DeFedAvg": DeFedAvg(2)}
 @pytest.mark.filterwarnings("ignore::manifoldagg.errors.StabilityWarning")
 @settings(max_examples=6)
 @given(seeds, st.integers(1, 4), st.floats(0.1, 1.5))
-def test_it_is_the_papers_loop_whoever_joins_leaves_or_fails(seed, k, rate):
+def test_random_run_equals_transcription_of_the_paper(seed, k, rate):
     x, buffer = draw(seed, SIZE), []
     for event in arrivals(DeFedAvg(k, rate), seed):
         buffer.append(event.point - event.base)
@@ -37,7 +37,7 @@ def test_it_is_the_papers_loop_whoever_joins_leaves_or_fails(seed, k, rate):
 
 @settings(max_examples=3)
 @given(seeds)
-def test_it_is_fedavg_with_equal_weights_and_fedbuff_with_constant_ones(seed):
+def test_defedavg_equals_fedavg_and_fedbuff_with_constant_weights(seed):
     rules = [DeFedAvg(3, 0.7), FedAvg(3, 0.7, weighted=False), FedBuff(3, 0.7, staleness=Constant())]
     lives = [[event.model for event in arrivals(rule, seed)] for rule in rules]
     assert all(torch.equal(a, b) for life in lives[1:] for a, b in zip(lives[0], life, strict=True))
@@ -45,7 +45,7 @@ def test_it_is_fedavg_with_equal_weights_and_fedbuff_with_constant_ones(seed):
 
 @settings(max_examples=8)
 @given(seeds, st.integers(1, 4))
-def test_the_mean_over_draws_is_that_of_all_clients(seed, k):
+def test_mean_over_random_cohorts_equals_mean_over_all_clients(seed, k):
     x, moves = draw(seed, SIZE), draw(seed + 1, 4, SIZE)
     went = []
     for cohort in itertools.combinations(range(4), k):
@@ -57,7 +57,7 @@ def test_the_mean_over_draws_is_that_of_all_clients(seed, k):
     assert relative(torch.stack(went).mean(0), moves.mean(0)) <= 1e-13
 
 
-def test_every_cohort_is_as_likely():
+def test_all_cohorts_are_equally_likely():
     rule, generator, draws = DeFedAvg(2), np.random.default_rng(0), 6000
     seen = Counter(frozenset(rule.draw("abcd", generator)) for _ in range(draws))
     assert all(len(cohort) == 2 for cohort in seen)
@@ -71,8 +71,11 @@ def test_the_same_generator_draws_the_same_cohorts():
     assert drawn[0] == drawn[1]
 
 
-def test_however_slow_a_client_is_it_counts_as_often_as_it_is_drawn():
-    """Client 0 answers twelve rounds late, the others at once; each moves in one direction of its own."""
+def test_slow_client_counts_as_often_as_it_is_sampled():
+    """Client 0 returns its updates twelve rounds late, and the other clients return immediately.
+
+    Each client moves in its own direction.
+    """
     rule, generator, moves = DeFedAvg(2, 0.6), np.random.default_rng(2), draw(9, 3, SIZE)
     server, late, drawn = Server(SPACE, rule, torch.zeros(SIZE).double()), [], Counter()
 
@@ -97,7 +100,7 @@ def test_however_slow_a_client_is_it_counts_as_often_as_it_is_drawn():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_bad_input_is_refused_by_name():
+def test_invalid_arguments_are_rejected_by_name():
     with pytest.raises(ArgumentError, match="cohort"):
         DeFedAvg(0)
     for clients in ([0, 1], [0, 1, 1, 2], [[0], [1], [2]], {0, 1, 2}, 3):

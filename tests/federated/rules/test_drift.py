@@ -1,8 +1,10 @@
-r"""Client drift on quadratics $\tfrac12 (x - a_i)^\top H_i (x - a_i)$: where a step along a chord, a fit and a path rests.
+r"""Client drift on quadratics $\tfrac12 (x - a_i)^\top H_i (x - a_i)$: fixed points of rules.
 
-K steps of gradient descent of rate η are $\theta_k = a_i + E_i^k (x - a_i)$, $E_i = I - \eta_i H_i$. As $\rho \to 0$ a
-step along a curve tends to $\rho$ times its velocity at the start, $D_i (x - a_i)$, and the clients' balance is where
-$\sum_i w_i D_i (x - a_i) = 0$. A chord has $D = E^K - I$, a path by steps $-K \eta H$.
+The tests compute the fixed points of steps along a chord, along a fitted curve and along the whole path. Client i has
+the minimum $a_i$ and the Hessian $H_i$. Its k-th iterate of gradient descent with the rate $\eta_i$ is
+$\theta_k = a_i + E_i^k (x - a_i)$, where $E_i = I - \eta_i H_i$. As the server's rate $\rho$ tends to 0, a step along a
+curve tends to $\rho$ times its velocity at the start, $D_i (x - a_i)$. The fixed point is therefore the solution x of
+$\sum_i w_i D_i (x - a_i) = 0$. For a chord, $D_i = E_i^K - I$. For a path of K steps, $D_i = -K \eta_i H_i$.
 """
 
 import functools
@@ -42,7 +44,7 @@ def iterates(i, x, rate=RATE, steps=STEPS):
 
 
 def fitted(theta, n):
-    """The control points after the first of the fit of degree n whose ends are the path's."""
+    """Return the control points, except the first, of the fit of degree n with the end points of the path."""
     b = basis(n, torch.linspace(0, 1, len(theta), dtype=torch.float64))
     ends = b[:, [0, n]] @ theta[[0, -1]]
     inner = torch.linalg.lstsq(b[:, 1:n], theta - ends).solution
@@ -50,7 +52,7 @@ def fitted(theta, n):
 
 
 def by_length(theta, pieces):
-    """The points of the path at equal parts of its length."""
+    """Return the points that divide the path into pieces of equal length."""
     gone = torch.cat([torch.zeros(1), (theta[1:] - theta[:-1]).norm(dim=1).cumsum(0)])
     points = []
     for i in range(1, pieces + 1):
@@ -78,7 +80,7 @@ READ = {
 
 
 def velocity(i, name, rate=RATE, steps=STEPS):
-    """D_i, a column for each direction, from the points that one is sent."""
+    """Return D_i, with one column for each direction, from the points that a client returns."""
     points, _ = READ[name]
     moved = []
     for direction in ONE:
@@ -116,12 +118,12 @@ def step(moving, i, x, theta, points, state=None, **known):
 
 
 def total(name, rate, x, **options):
-    """What one update of each client, all from x, moves it by, a unit of the rate."""
+    """Return the sum of the steps for one update of each client from x, divided by the rate."""
     moving = rule(name, rate, **options)
     return sum(step(moving, i, x, iterates(i, x), READ[name][0]) for i in CLIENTS) / rate
 
 
-def test_a_chord_balances_where_all_its_steps_do_at_any_rate():
+def test_fixed_point_of_chords_does_not_depend_on_the_server_rate():
     x = balance([ONE - torch.linalg.matrix_power(ONE - RATE * h, STEPS) for h in HESSIANS])
     size = total("chord", 1.0, OPTIMUM).norm()
     for rate in (1.0, 0.5, 0.01):
@@ -130,7 +132,7 @@ def test_a_chord_balances_where_all_its_steps_do_at_any_rate():
     assert (x - OPTIMUM).norm() > 0.1
 
 
-def test_a_path_by_steps_balances_at_the_optimum_of_the_sum():
+def test_fixed_point_of_paths_is_the_joint_optimum():
     scale = sum(w * (h @ (OPTIMUM - a)).norm() for w, h, a in zip(WEIGHTS, HESSIANS, CENTRES, strict=True))
     # To the first corner, of which there are ten, a path is the gradient.
     for rate in (1e-3, 0.5 / STEPS, 1.0 / STEPS):
@@ -139,7 +141,7 @@ def test_a_path_by_steps_balances_at_the_optimum_of_the_sum():
 
 
 @pytest.mark.parametrize("name", ["degree 2", "degree 3"])
-def test_a_fit_balances_at_its_own_place_as_the_rate_vanishes(name):
+def test_fit_converges_to_its_fixed_point_as_the_rate_vanishes(name):
     x = rests(name)
     sizes = [total(name, rate, x).norm().item() for rate in (1e-2, 1e-3, 1e-4)]
     # A curve leaves its tangent by the square of the parameter.
@@ -147,7 +149,7 @@ def test_a_fit_balances_at_its_own_place_as_the_rate_vanishes(name):
     assert sizes[1] / sizes[2] == pytest.approx(10, rel=0.05)
 
 
-def test_a_fit_shrinks_the_bias_of_a_chord_and_time_by_length_brings_it_back():
+def test_fit_by_steps_reduces_the_bias_and_fit_by_length_does_not():
     assert bias("degree 2") < 0.5 * bias("chord")
     assert bias("degree 3") < 0.5 * bias("degree 2")
     assert bias("path") <= 1e-12
@@ -161,7 +163,7 @@ def test_a_fit_shrinks_the_bias_of_a_chord_and_time_by_length_brings_it_back():
     assert speed.norm() > 0.1 * total("chord", 1e-3, OPTIMUM).norm()
 
 
-def test_a_pull_back_by_the_chord_weighs_a_path_by_its_chord():
+def test_chord_pull_back_weights_a_path_by_its_chord():
     expected = sum(
         w * (iterates(i, OPTIMUM)[-1] - OPTIMUM).norm() * away / away.norm()
         for i, (w, h, a) in enumerate(zip(WEIGHTS, HESSIANS, CENTRES, strict=True))
@@ -183,7 +185,7 @@ def paced(normalise, rates, steps):
     ).norm()  # fmt: skip
 
 
-def test_paces_that_differ_bring_a_bias_that_dividing_by_them_removes():
+def test_dividing_by_progress_removes_the_bias_of_unequal_progress():
     rates = [0.05, 0.1, 0.15, 0.2]
     steps = [20, 5, 10, 12]
     biased = paced(False, rates, steps)
@@ -192,7 +194,7 @@ def test_paces_that_differ_bring_a_bias_that_dividing_by_them_removes():
     assert paced(False, [0.05, 0.1, 0.2, 0.25], [20, 10, 5, 4]) <= 1e-12 * biased
 
 
-def test_arrivals_that_differ_bring_a_bias_that_dominance_removes():
+def test_dominance_removes_the_bias_of_unequal_arrivals():
     arrivals = [40, 30, 20, 10]
 
     def moved(**options):
@@ -206,7 +208,10 @@ def test_arrivals_that_differ_bring_a_bias_that_dominance_removes():
 
 
 def run(name, rate, rounds):
-    """The mean model of the last round of clients that take turns, each from the model after its last turn."""
+    """Return the mean model of the last round.
+
+    The clients take turns, and each starts from the model after its previous update.
+    """
     moving = rule(name, rate)
     model = rests(name)
     state = moving.init(SPACE, model)
@@ -222,7 +227,7 @@ def run(name, rate, rounds):
 
 
 @pytest.mark.parametrize("name", ["chord", "degree 2", "path"])
-def test_a_run_of_stale_clients_comes_to_the_balance_as_the_rate_vanishes(name):
+def test_run_of_stale_clients_converges_to_the_fixed_point(name):
     expected = rests(name)
     errors = [(run(name, rate, rounds) - expected).norm().item() for rate, rounds in ((0.2, 40), (0.1, 80))]
     # The way there is proportional to the rate, and errors of order rate² are left beside it.
@@ -232,7 +237,7 @@ def test_a_run_of_stale_clients_comes_to_the_balance_as_the_rate_vanishes(name):
 
 @pytest.mark.parametrize("steps", [4, 7])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_fits_tend_to_the_velocity_of_the_smooth_path_through_the_iterates(n, steps):
+def test_fit_velocity_converges_to_that_of_the_smooth_path(n, steps):
     r"""For a curvature h and $z = \eta h$: $D_n(z) = K \log(1 - z) + O(z^{n+1})$, in rational arithmetic.
 
     $(1 - z)^k = \sum_j \binom{k}{j} (-z)^j$ is a polynomial of degree n in k up to $z^n$, which the fit reproduces.
@@ -251,7 +256,7 @@ def test_fits_tend_to_the_velocity_of_the_smooth_path_through_the_iterates(n, st
     assert found[n + 1] != smooth[n + 1]
 
 
-def test_the_bias_of_a_quadratic_fit_is_one_less_k_of_the_chords_to_the_first_order():
+def test_bias_of_quadratic_fit_is_a_known_fraction_of_the_chord_bias():
     for steps in (5, 20):
         errors = {}
         for name in ("chord", "degree 2"):

@@ -1,4 +1,4 @@
-"""Rules that are one another in special cases."""
+"""Tests of special cases in which two rules are equal."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_a_control_point_at_the_middle_makes_asyncbezier_fedortho(seed, rate):
 
 @settings(max_examples=10)
 @given(seeds, st.floats(0.01, 1))
-def test_four_fedasync_updates_from_one_base_weigh_as_the_report_says(seed, alpha):
+def test_weights_of_four_fedasync_updates_equal_the_report(seed, alpha):
     r"""Report (7): $\Theta^t + \sum_i \alpha (1 - \alpha)^{k - i} \Delta_{i+1}$, i = 0 … k = 3."""
     base, clients = draw(seed, 9), draw(seed + 1, 4, 9)
     rule, current = FedAsync(alpha), base
@@ -73,7 +73,7 @@ def test_four_fedasync_updates_from_one_base_weigh_as_the_report_says(seed, alph
 
 @settings(max_examples=8)
 @given(seeds, st.floats(0.01, 1))
-def test_fresh_updates_are_the_same_to_every_reading(seed, rate):
+def test_fresh_updates_give_the_same_step_for_every_rule(seed, rate):
     start, client = draw(seed, 9), draw(seed + 1, 1, 9)
     fresh = Update(0, start, start, client)
     moved = move(ASGD(rate), fresh)
@@ -102,8 +102,8 @@ def test_named_rules_are_a_choice_of_correction(seed, rate, n):
 
 @settings(max_examples=10)
 @given(seeds, st.floats(0.01, 1))
-def test_fedortho_does_not_tell_the_tangent_from_the_position(seed, rate):
-    """At threshold 1 the two readings coincide."""
+def test_fedortho_tangent_and_position_corrections_coincide(seed, rate):
+    """The two corrections are equal for the threshold 1."""
     given_ = update(seed)
     other = AsyncCorrected(rate, correction=Position() >> OrthoDC(1.0))
     assert relative(move(FedOrtho(rate), given_), move(other, given_)) <= 1e-12
@@ -111,7 +111,7 @@ def test_fedortho_does_not_tell_the_tangent_from_the_position(seed, rate):
 
 @settings(max_examples=10)
 @given(seeds)
-def test_momentum_zero_and_compensation_zero_are_nothing(seed):
+def test_zero_momentum_and_zero_compensation_have_no_effect(seed):
     first, second = update(seed), update(seed + 5)
     second = Update(0, second.base, first.current, second.points)
     assert torch.equal(move(Momentum(FedAsync(0.3), beta=0.0), first), move(FedAsync(0.3), first))
@@ -123,7 +123,7 @@ def test_momentum_zero_and_compensation_zero_are_nothing(seed):
 @pytest.mark.parametrize("size", [2, 5])
 @settings(max_examples=6)
 @given(seeds)
-def test_a_full_buffer_is_the_cohort_of_the_same_updates(size, seed):
+def test_full_buffer_equals_a_cohort_of_the_same_updates(size, seed):
     base, current = draw(seed, 2, 9)
     updates = [Update(i, base, current, draw(seed + i + 1, 1, 9)) for i in range(size)]
     buffered = move(FedBuff(size, 0.7, staleness=Constant()), *updates)

@@ -1,4 +1,4 @@
-"""FADAS against a transcription, its closed form without moments, and what delays do to its rate."""
+"""Tests of FADAS against a transcription and a closed form, and of the effect of delays on its rate."""
 
 import math
 
@@ -18,7 +18,7 @@ GOLDEN = {"FADAS": FADAS(2, rate=0.1)}
 
 
 def transcription(came, start, *, size, rate, beta1, beta2, epsilon, delay_threshold):
-    """Wang et al. 2024 (ICML), Algorithm 1 with the delay-adaptive rate, number by number."""
+    """Transcription of Wang et al. 2024 (ICML), Algorithm 1 with the delay-adaptive rate, for plain numbers."""
     x, n = list(start), len(start)
     m, v, largest, buffer, models = [0.0] * n, [0.0] * n, [0.0] * n, [], []
     for delta, late in came:
@@ -42,7 +42,7 @@ def transcription(came, start, *, size, rate, beta1, beta2, epsilon, delay_thres
     seeds, st.integers(1, 4), st.floats(0.05, 2), st.floats(0, 0.95), st.floats(0, 0.999),
     st.sampled_from([1e-8, 0.1]), st.integers(0, 3),
 )  # fmt: skip
-def test_it_is_the_papers_loop_whoever_joins_leaves_or_fails(seed, size, rate, beta1, beta2, epsilon, tolerated):
+def test_random_run_equals_transcription_of_the_paper(seed, size, rate, beta1, beta2, epsilon, tolerated):
     options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, "delay_threshold": tolerated}
     came = arrivals(FADAS(size, rate, **options), seed)
     moves = [((event.point - event.base).tolist(), event.staleness) for event in came]
@@ -54,7 +54,7 @@ def test_it_is_the_papers_loop_whoever_joins_leaves_or_fails(seed, size, rate, b
 
 @settings(max_examples=8)
 @given(seeds, st.sampled_from([1e-8, 1e-2]))
-def test_without_moments_it_is_the_mean_over_the_largest_mean_so_far(seed, epsilon):
+def test_without_moments_step_is_mean_divided_by_largest_mean(seed, epsilon):
     rule, model = FADAS(2, 0.3, beta1=0.0, beta2=0.0, epsilon=epsilon), draw(seed, SIZE)
     state, means = rule.init(SPACE, model), []
     for r in range(4):
@@ -72,7 +72,7 @@ def test_without_moments_it_is_the_mean_over_the_largest_mean_so_far(seed, epsil
     ("adaptive", "rates"),
     [("bound", [0.5, 0.5, 0.5, 0.25]), ("scale", [0.5, 0.5, 0.25, 0.125]), ("none", [0.5] * 4)],
 )
-def test_the_rate_minds_the_stalest_of_the_buffer(adaptive, rates):
+def test_rate_depends_on_the_largest_staleness_in_the_buffer(adaptive, rates):
     rule, model = FADAS(3, 0.5, adaptive=adaptive), draw(0, SIZE)
     state = rule.init(SPACE, model)
     for late, rate in zip([0, 1, 2, 4], rates, strict=True):
@@ -83,8 +83,8 @@ def test_the_rate_minds_the_stalest_of_the_buffer(adaptive, rates):
         assert state["max_staleness"] == 0
 
 
-def test_the_largest_square_divides_not_the_present_one():
-    """A large displacement, then small ones: the steps stay small."""
+def test_step_is_divided_by_the_largest_square():
+    """After one large displacement, the steps of small displacements stay small."""
     rule, model = FADAS(1, 1.0, beta1=0.0, beta2=0.0), torch.zeros(SIZE).double()
     state, steps = rule.init(SPACE, model), []
     for size in (100.0, 1.0, 1.0):
@@ -93,7 +93,7 @@ def test_the_largest_square_divides_not_the_present_one():
     assert steps == pytest.approx([1.0, 0.01, 0.01], rel=1e-9)
 
 
-def test_the_first_step_has_no_correction_of_bias():
+def test_first_step_has_no_bias_correction():
     rule, model = FADAS(1, 1.0), torch.zeros(SIZE).double()
     _, outcome = rule.step(SPACE, rule.init(SPACE, model), Update(0, model, model, torch.ones(1, SIZE).double()))
     # (1 - β1) / √(1 - β2), up to ε = 1e-8 over √(1 - β2).
@@ -102,7 +102,7 @@ def test_the_first_step_has_no_correction_of_bias():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_keeps_the_dtype_and_writes_only_into_out(dtype):
+def test_step_keeps_the_dtype_and_writes_only_to_out(dtype):
     rule, model = FADAS(1), draw(0, SIZE, dtype=dtype)
     state = rule.init(SPACE, model)
     kept = {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -115,7 +115,7 @@ def test_it_keeps_the_dtype_and_writes_only_into_out(dtype):
     assert outcome.numbers["norm"] == pytest.approx((out - model).double().norm().item(), rel=1e-6)
 
 
-def test_nobody_is_refused_for_what_another_one_sent():
+def test_huge_update_does_not_cause_rejection_of_other_updates():
     server = Server(SPACE, FADAS(3), torch.zeros(SIZE))
     for k, move in enumerate((1e25, 0.1, 0.1, 0.1)):
         ticket = server.dispatch(k)
@@ -133,7 +133,7 @@ def test_nobody_is_refused_for_what_another_one_sent():
         (torch.float64, {"epsilon": 1e-50}, True),
     ],
 )
-def test_options_are_numbers_of_the_models(dtype, options, accepted):
+def test_options_must_fit_the_dtype_of_the_model(dtype, options, accepted):
     start, (name,) = torch.zeros(SIZE, dtype=dtype), options
     if accepted:
         assert FADAS(**options).init(SPACE, start)["largest"].isfinite().all()
@@ -143,7 +143,7 @@ def test_options_are_numbers_of_the_models(dtype, options, accepted):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_bad_input_is_refused_by_name():
+def test_invalid_arguments_are_rejected_by_name():
     for options in (
         {"size": 0}, {"rate": 0.0}, {"beta1": 1.0}, {"beta2": -0.1}, {"epsilon": 0.0},
         {"initial_square": -1.0}, {"delay_threshold": -1}, {"adaptive": "maybe"},

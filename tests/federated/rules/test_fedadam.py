@@ -1,4 +1,4 @@
-"""FedAdam against a transcription of the paper's loop, and where it does not go."""
+"""Tests of FedAdam against a transcription of the paper's loop, and of its limits."""
 
 import math
 
@@ -20,7 +20,7 @@ SPACE = Flat(SIZE)
 
 
 def transcription(rounds, start, *, rate, beta1, beta2, tau, initial):
-    """Reddi et al. 2021, Algorithm 2, FedAdam, number by number."""
+    """Transcription of Reddi et al. 2021, Algorithm 2 (FedAdam), for plain numbers."""
     x, m, v = list(start), [0.0] * len(start), [initial] * len(start)
     for cohort in rounds:
         total = sum(weight for weight, _ in cohort)
@@ -37,7 +37,7 @@ def transcription(rounds, start, *, rate, beta1, beta2, tau, initial):
     seeds, st.integers(1, 3), st.floats(0.001, 1), st.floats(0, 0.95), st.floats(0, 0.999),
     st.sampled_from([1e-3, 0.1]), st.sampled_from([None, 0.0, 0.3]),
 )  # fmt: skip
-def test_it_is_the_papers_loop(seed, k, rate, beta1, beta2, epsilon, initial):
+def test_run_equals_transcription_of_the_paper(seed, k, rate, beta1, beta2, epsilon, initial):
     rule = FedAdam(k, rate, beta1=beta1, beta2=beta2, epsilon=epsilon, initial_square=initial)
     model = start = draw(seed, SIZE)
     state, rounds = rule.init(SPACE, start), []
@@ -56,13 +56,13 @@ def test_it_is_the_papers_loop(seed, k, rate, beta1, beta2, epsilon, initial):
     assert model.tolist() == pytest.approx(expected, rel=1e-10, abs=1e-10)
 
 
-def test_defaults_are_the_papers():
+def test_defaults_equal_those_of_the_paper():
     rule = FedAdam(3)
     assert (rule.beta1, rule.beta2, rule.epsilon, rule.initial_square) == (0.9, 0.99, 1e-3, None)
     assert rule.init(SPACE, draw(0, SIZE))["v"].tolist() == [1e-3**2] * SIZE
 
 
-def test_the_first_step_has_no_correction_of_bias():
+def test_first_step_has_no_bias_correction():
     model, client = torch.zeros(SIZE).double(), torch.full((1, SIZE), 1e6).double()
     rule = FedAdam(1, 1.0)
     _, outcome = rule.step(SPACE, rule.init(SPACE, model), Update(0, model, model, client))
@@ -71,7 +71,7 @@ def test_the_first_step_has_no_correction_of_bias():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_keeps_the_dtype_and_writes_only_into_out(dtype):
+def test_step_keeps_the_dtype_and_writes_only_to_out(dtype):
     rule, model = FedAdam(1), draw(0, SIZE, dtype=dtype)
     state = rule.init(SPACE, model)
     kept = {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -84,7 +84,7 @@ def test_it_keeps_the_dtype_and_writes_only_into_out(dtype):
     assert torch.equal(rule.step(SPACE, state, given_)[1].model, out)
 
 
-def test_squares_that_overflow_are_refused_before_they_stay():
+def test_update_with_overflowing_squares_is_rejected():
     rule, model = FedAdam(1), torch.zeros(SIZE)
     given_ = Update(0, model, model, torch.full((1, SIZE), 1e20))
     with pytest.raises(ArgumentError, match="points: size of the displacement: expected a finite number"):
@@ -105,7 +105,7 @@ def test_constants_must_fit_the_dtype_of_the_model(options, words):
     assert FedAdam(1, **options).init(SPACE, torch.zeros(SIZE).double())["v"].isfinite().all()
 
 
-def test_curved_leaves_are_refused_by_name():
+def test_curved_leaves_are_rejected_by_name():
     space = ParameterSpace.of_state_dict({"turn": torch.eye(3), "w": torch.zeros(2)}, {"turn": Sphere(3)})
     with pytest.raises(
         ArgumentError, match=r"space: expected flat leaves for the elementwise squares of FedAdam.*: turn: Power"

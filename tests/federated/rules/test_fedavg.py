@@ -1,4 +1,4 @@
-"""FedAvg: means, weights, stragglers, and what a waiting rule leaves alone."""
+"""Tests of FedAvg: means, weights, stragglers, and buffered updates."""
 
 import copy
 import itertools
@@ -37,7 +37,7 @@ def play(rule, updates):
 
 @settings(max_examples=15)
 @given(seeds, st.integers(1, 6), st.floats(0.1, 2.0), st.booleans())
-def test_it_is_the_weighted_mean_of_displacements(seed, k, rate, weighted):
+def test_fedavg_step_is_the_weighted_mean_of_displacements(seed, k, rate, weighted):
     updates = cohort(seed, k)
     _, outcome = play(FedAvg(k, rate, weighted=weighted), updates)
     shares = [u.weight if weighted else 1.0 for u in updates]
@@ -67,7 +67,7 @@ def test_the_order_and_the_unit_of_weights_do_not_matter(seed, k):
 
 @settings(max_examples=10)
 @given(seeds)
-def test_a_round_begins_anew_after_each_step(seed):
+def test_new_round_starts_after_each_step(seed):
     first, second = cohort(seed, 3), cohort(seed + 50, 3)
     rule = FedAvg(3)
     state, outcome = play(rule, first)
@@ -78,7 +78,7 @@ def test_a_round_begins_anew_after_each_step(seed):
     assert state == {"version": 2, "count": 0, "total": 0.0}
 
 
-def test_waiting_writes_nothing_and_says_how_many_wait():
+def test_buffered_update_writes_nothing_and_reports_the_buffer_length():
     updates, rule = cohort(0, 4, torch.float32), FedAvg(4)
     state, waiting = rule.init(SPACE, updates[0].current), []
     for given_ in updates:
@@ -97,13 +97,13 @@ def test_waiting_writes_nothing_and_says_how_many_wait():
     assert rule.cohort == 4
 
 
-def test_a_cohort_is_averaged_by_shares_of_the_data_where_they_are_known():
+def test_cohort_is_averaged_by_known_data_shares():
     updates = [replace(u, share=share) for u, share in zip(cohort(0, 3), (5.0, 1.0, 2.0), strict=True)]
     mean = sum(u.share * (u.points[0] - u.base) for u in updates) / 8
     assert relative(play(FedAvg(3), updates)[1].model, updates[0].current + mean) <= 1e-14
 
 
-def test_what_the_server_keeps_for_a_client_is_handed_back():
+def test_step_returns_the_client_state_unchanged():
     rule = FedAvg(2)
     given_ = Update(0, *draw(0, 2, 9), draw(1, 1, 9), client_state={"kept": 1.0})
     assert rule.step(SPACE, rule.init(SPACE, draw(0, 9)), given_)[1].client_state == {"kept": 1.0}

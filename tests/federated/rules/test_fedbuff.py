@@ -1,4 +1,4 @@
-"""FedBuff: displacements against the client's base, staleness weights, one step in K."""
+"""Tests of FedBuff: displacements from the client's base, staleness weights, and one step for every K updates."""
 
 import math
 
@@ -20,7 +20,7 @@ SPACE = Flat(9)
 
 
 def run(rule, seed, steps):
-    """The model after so many updates by the rule, and by the paper's loop."""
+    """Return the model after several updates, from the rule and from the paper's loop."""
     model = theirs = draw(seed, 9)
     versions, total, weights, count = [model], torch.zeros(9).double(), 0.0, 0
     state, lateness = rule.init(SPACE, model), torch.Generator().manual_seed(seed)
@@ -43,7 +43,7 @@ def run(rule, seed, steps):
 
 @settings(max_examples=8)
 @given(seeds, st.integers(1, 4), st.floats(0.1, 1.5), st.booleans(), st.booleans())
-def test_it_is_the_papers_loop(seed, size, rate, normalise, weighted):
+def test_run_equals_transcription_of_the_paper(seed, size, rate, normalise, weighted):
     for staleness in (Polynomial(0.5), Constant(), Hinge(0.5, 1.0)):
         rule = FedBuff(size, rate, staleness=staleness, normalise=normalise, weighted=weighted)
         # Errors of a few roundings a step, carried along by displacements of size 4.
@@ -51,8 +51,8 @@ def test_it_is_the_papers_loop(seed, size, rate, normalise, weighted):
 
 
 @given(seeds, st.integers(1, 5))
-def test_the_displacement_is_against_the_clients_base(seed, late):
-    """Wherever the server has gone, the move is the same."""
+def test_displacement_is_relative_to_the_client_base(seed, late):
+    """The step does not depend on the current model of the server."""
     base, client, elsewhere = draw(seed, 3, 9)
     rule = FedBuff(1)
     moves = [
@@ -63,7 +63,7 @@ def test_the_displacement_is_against_the_clients_base(seed, late):
     assert relative(moves[0], (late + 1) ** -0.5 * (client - base)) <= 1e-14
 
 
-def test_updates_that_cancel_leave_a_norm_with_its_digits():
+def test_norm_of_cancelling_updates_is_accurate():
     base, v, rest = draw(0, 9), draw(1, 9), draw(2, 9)
     rule = FedBuff(2, staleness=Constant())
     state, _ = rule.step(SPACE, rule.init(SPACE, base), Update(0, base, base, (base + v)[None]))
@@ -85,7 +85,7 @@ def test_a_single_precision_buffer_rounds_once_an_update():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_numbers_say_what_happened():
+def test_outcome_reports_the_numbers_of_the_step():
     base, current = draw(0, 2, 9)
     rule = FedBuff(2, 0.5)
     first = Update(0, base, current, draw(1, 1, 9), staleness=3)
@@ -103,7 +103,7 @@ def test_numbers_say_what_happened():
 
 @pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 3e38), (torch.float64, 3e153)])
 @pytest.mark.parametrize("rule", [FedBuff(3), FedAvg(3), FedAdam(3)], ids=lambda rule: type(rule).__name__)
-def test_a_displacement_that_could_overflow_the_sum_is_refused_and_the_others_go_on(rule, dtype, far):
+def test_displacement_that_could_overflow_the_sum_is_rejected(rule, dtype, far):
     base = torch.zeros(9, dtype=dtype)
     state = rule.init(SPACE, base)
     for _ in range(2):
@@ -114,7 +114,7 @@ def test_a_displacement_that_could_overflow_the_sum_is_refused_and_the_others_go
 
 
 @pytest.mark.parametrize("shares", [(2.0**-150, 2.0**-150), (5e-324, 5e-324), (2.0**-140, 2.0**-139), (0.0, 1e-300)])
-def test_small_weights_lose_no_update_where_they_are_normalised(shares):
+def test_normalised_small_weights_lose_no_update(shares):
     base, rule = torch.zeros(9), FedBuff(2, normalise=True, staleness=shares.__getitem__)
     state = rule.init(SPACE, base)
     for late, size in enumerate((1.0, 2.0)):

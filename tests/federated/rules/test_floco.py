@@ -1,4 +1,4 @@
-"""FLOCO: the centroid of averaged vertices, regions of clients, and the simplex that they learn."""
+"""Tests of FLOCO: the centroid of averaged vertices, the regions of clients, and the learned simplex."""
 
 import copy
 
@@ -51,8 +51,8 @@ def test_the_model_is_the_centroid_of_the_averaged_vertices(seed, k, n, weighted
 
 @settings(max_examples=5)
 @given(seeds, st.integers(1, 4))
-def test_it_is_fedavg_of_the_centroids_old_tickets_among_them(seed, n):
-    """Through two servers, whose clients come as they like."""
+def test_floco_equals_fedavg_of_the_centroids(seed, n):
+    """Two servers receive the updates of the same random run, including old tickets."""
     start, generator = draw(seed, P), torch.Generator().manual_seed(seed)
     ours, theirs = (Server(SPACE, rule, start, weights="uniform") for rule in (FLOCO(2, n, initial_std=0.1), FedAvg(2)))
     open_ = {}
@@ -69,7 +69,7 @@ def test_it_is_fedavg_of_the_centroids_old_tickets_among_them(seed, n):
         assert relative(ours.model, theirs.model) <= 1e-13
 
 
-def test_with_one_vertex_it_is_fedavg_and_codebases_with_state_dicts_have_it():
+def test_floco_with_one_vertex_equals_fedavg():
     start, state, other = [draw(0, 3), draw(1, 2, 2)], None, None
     ours = theirs = start
     for i in range(4):
@@ -83,7 +83,7 @@ def test_with_one_vertex_it_is_fedavg_and_codebases_with_state_dicts_have_it():
         assert all(relative(a, b) <= 1e-14 for a, b in zip(ours, theirs, strict=True))
 
 
-def test_the_first_vertices_lie_about_the_start():
+def test_initial_vertices_are_around_the_start():
     start = draw(0, P)
     spread = FLOCO(1, 4, initial_std=0.5, seed=3).init(SPACE, start)["vertices"]
     assert relative(spread.mean(0), start) <= 1e-15
@@ -94,7 +94,7 @@ def test_the_first_vertices_lie_about_the_start():
 
 
 @given(seeds, st.integers(1, 7), st.floats(-2, 2))
-def test_the_projection_is_the_nearest_place_of_the_simplex(seed, n, exponent):
+def test_projection_is_the_nearest_point_of_the_simplex(seed, n, exponent):
     x = 10.0**exponent * draw(seed, 5, n)
     y = project_to_simplex(x, 0.7)
     assert (y >= 0).all()
@@ -108,7 +108,7 @@ def test_the_projection_is_the_nearest_place_of_the_simplex(seed, n, exponent):
 
 @settings(max_examples=10)
 @given(seeds, st.integers(2, 6), st.integers(1, 4))
-def test_axes_and_places_are_those_of_the_singular_values(seed, m, n):
+def test_axes_and_coordinates_equal_singular_value_decomposition(seed, m, n):
     signals = draw(seed, m, 20)
     signals = signals - signals.mean(0)
     axes, places = principal_axes([*signals], n)
@@ -121,7 +121,7 @@ def test_axes_and_places_are_those_of_the_singular_values(seed, m, n):
     assert relative(principal_axes([*(-signals)], n)[0], -axes) <= 1e-12
 
 
-def test_the_scale_spreads_the_places_best():
+def test_scale_maximises_the_spread_of_the_clients():
     places = draw(3, 6, 3)
     z = min_energy_scale(places)
 
@@ -135,11 +135,14 @@ def test_the_scale_spreads_the_places_best():
 
 
 def grouped(i, model):
-    """Clients 0, 1, 2 pull in three directions, 3, 4, 5 likewise."""
+    """Return the vertices of client i.
+
+    Clients 0, 1, 2 move in three directions, and clients 3, 4, 5 move in the same three.
+    """
     return (model + torch.eye(P).double()[i % 3] + 0.01 * draw(i, P)).expand(3, P)
 
 
-def test_clients_get_regions_by_the_way_they_pull():
+def test_clients_with_similar_updates_get_similar_regions():
     server = Server(SPACE, FLOCO(6, 3, personalize_from=1, radius=0.4), torch.zeros(P).double(), weights="uniform")
     late = None
     for version in range(4):
@@ -168,7 +171,7 @@ def test_clients_get_regions_by_the_way_they_pull():
     assert placed.numbers == {"radius": 0.4}
 
 
-def test_a_cohort_waits_for_somebody_else_where_one_fails():
+def test_cohort_waits_for_another_client_after_a_failure():
     server = Server(SPACE, FLOCO(2, 2), torch.zeros(P))
     lost, a, b = (server.dispatch(name) for name in ("lost", "a", "b"))
     server.drop(lost.id)
@@ -177,7 +180,7 @@ def test_a_cohort_waits_for_somebody_else_where_one_fails():
     assert (receipt.buffered, receipt.version, server.model.tolist()) == (False, 1, [2.0] * P)
 
 
-def test_nothing_that_came_in_is_written():
+def test_step_does_not_modify_its_inputs():
     rule, start = FLOCO(3, 2, personalize_from=0), draw(0, P)
     state = rule.init(SPACE, start)
     for i in range(7):
@@ -214,7 +217,7 @@ def loss(theta, batch):
 
 
 @pytest.mark.parametrize("centre", [None, (0.2, 0.5, 0.3)])
-def test_the_trainer_is_the_plain_loop(centre):
+def test_trainer_equals_plain_training_loop(centre):
     base, vertices = draw(1, P), draw(2, 3, P)
     tensors = {"vertices": vertices} | ({"centre": torch.tensor(centre, dtype=torch.float64)} if centre else {})
     message = Message(base, tensors, {"radius": 0.4})
@@ -235,7 +238,7 @@ def test_the_trainer_is_the_plain_loop(centre):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_together_they_learn_a_simplex_of_low_loss():
+def test_rule_and_trainer_learn_a_simplex_of_low_loss():
     truth, rule = draw(20, P), FLOCO(3, 3, initial_std=0.5, personalize_from=6, radius=0.5)
     server, losses = Server(SPACE, rule, torch.zeros(P, dtype=torch.float64)), []
     data = [[(x, x @ truth) for x in draw(30 + i, 12, P).split(4)] for i in range(3)]
@@ -265,7 +268,7 @@ def test_entries_of_any_size_are_projected_on_the_simplex():
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_nothing_drifts_where_bases_are_rounded_and_nobody_moves(late):
+def test_unchanged_vertices_with_rounded_bases_do_not_move_the_model(late):
     start = torch.full((P,), 1.003) + 0.1 * draw(0, P, dtype=torch.float32)
     server = Server(SPACE, FLOCO(2, 3, initial_std=0.1), start, memory=MemoryPolicy(base_dtype=torch.bfloat16))
     away = [server.dispatch(i) for i in range(2 * late)]
@@ -280,7 +283,7 @@ def test_nothing_drifts_where_bases_are_rounded_and_nobody_moves(late):
     assert relative(server.model, start) <= 1e-6
 
 
-def test_signals_without_a_length_are_refused():
+def test_update_with_overflowing_length_is_rejected():
     server = Server(SPACE, FLOCO(2, 2, personalize_from=0), torch.zeros(P).double())
     for k, size in enumerate((1.0, 1e200, -1.0, 2.0, 3.0)):
         receipt = server.receive(server.dispatch(k).id, Payload(torch.full((2, P), size, dtype=torch.float64), 1))
@@ -290,7 +293,7 @@ def test_signals_without_a_length_are_refused():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_doors():
+def test_invalid_options_and_inputs_are_rejected():
     for options, name in (
         ({"cohort": 0}, "cohort"),
         ({"cohort": 1, "vertices": 0}, "vertices"),

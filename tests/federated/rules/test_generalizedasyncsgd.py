@@ -1,4 +1,4 @@
-"""Generalized AsyncSGD: its mean over the routing is the mean gradient, exactly and in a queueing network."""
+"""Tests of Generalized AsyncSGD: its mean over the routing is the mean gradient, exactly and in a queueing network."""
 
 import copy
 import pickle
@@ -34,7 +34,7 @@ def step(rule, i, x, gradient, base=None):
 
 @settings(max_examples=6)
 @given(seeds, st.floats(0.01, 2))
-def test_it_is_the_papers_loop_whoever_joins_leaves_or_fails(seed, rate):
+def test_random_run_equals_transcription_of_the_paper(seed, rate):
     routing = dict(zip(range(5), (0.1, 0.3, 0.2, 0.15, 0.25), strict=True))
     x = draw(seed, SIZE)
     for event in arrivals(GeneralizedAsyncSGD(routing, rate), seed):
@@ -56,7 +56,7 @@ def test_the_mean_over_the_routing_is_the_mean_gradient(seed, shares):
     assert (mean + 0.3 * gradients.mean(0)).norm() <= 1e-12
 
 
-def test_at_the_joint_minimiser_it_rests_in_the_mean():
+def test_mean_step_at_the_joint_minimiser_is_zero():
     centres = draw(3, 4, SIZE)
     x = centres.mean(0)
     rule = GeneralizedAsyncSGD(ROUTING, 0.5)
@@ -69,8 +69,8 @@ def network():
     return JacksonNetwork(ROUTING, SPEEDS, np.random.default_rng(0), concurrency=TASKS)
 
 
-def test_in_a_network_every_task_is_taken_by_the_share_of_its_client():
-    """Tasks queue at their clients, first in, first out; staleness is whatever it comes to."""
+def test_network_weights_each_task_by_the_share_of_its_client():
+    """The tasks queue at their clients (first in, first out), and the staleness is arbitrary."""
     gradients, queues, done = draw(5, 4, SIZE), defaultdict(deque), [0] * 4
     server, tasks = Server(SPACE, GeneralizedAsyncSGD(ROUTING, 0.01), torch.zeros(SIZE).double()), network()
 
@@ -94,8 +94,8 @@ def test_in_a_network_every_task_is_taken_by_the_share_of_its_client():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_it_is_unbiased_over_the_routing_of_a_network_and_asgd_is_not():
-    """Gradients that do not depend on the model: what it moves by is counts of tasks times steps of the rule."""
+def test_routing_network_is_unbiased_for_this_rule_and_biased_for_asgd():
+    """The gradients do not depend on the model, so the movement is the sum of the task counts times the steps."""
     gradients, rounds, tasks, zero = draw(5, 4, SIZE), 20_000, network(), torch.zeros(SIZE).double()
     rules = GeneralizedAsyncSGD(ROUTING, 1.0), ASGD(1.0)
     weighted, plain = (-torch.stack([step(rule, i, zero, gradients[i]).model for i in range(4)]) for rule in rules)
@@ -114,7 +114,7 @@ def test_it_is_unbiased_over_the_routing_of_a_network_and_asgd_is_not():
     assert relative(done @ weighted / rounds, mean) < 0.03
 
 
-def test_a_step_is_not_clamped_and_any_staleness_counts_in_full():
+def test_step_is_neither_clamped_nor_weighted_by_staleness():
     x, g = draw(0, 2, SIZE)
     rule = GeneralizedAsyncSGD({"a": 0.01, "b": 0.99}, 4.0)
     state = rule.init(SPACE, x)
@@ -131,7 +131,7 @@ def test_the_rate_may_change_with_the_version():
     assert went == pytest.approx([-1, -1 / 2, -1 / 3])
 
 
-def test_the_routing_of_a_rule_is_its_own():
+def test_rule_copies_its_routing():
     shares = {"a": 0.5, "b": 0.5}
     rule = GeneralizedAsyncSGD(shares)
     shares["a"] = 1e-9
@@ -139,7 +139,7 @@ def test_the_routing_of_a_rule_is_its_own():
     assert GeneralizedAsyncSGD(np.array([0.25, 0.75])).routing == {0: 0.25, 1: 0.75}
 
 
-def test_who_is_not_routed_is_refused():
+def test_server_rejects_clients_without_routing_probability():
     server = Server(SPACE, GeneralizedAsyncSGD({"a": 1.0, "b": 0.0}), torch.zeros(SIZE))
     for client in ("b", "stranger"):
         receipt = server.receive(server.dispatch(client).id, Payload(torch.ones(1, SIZE), samples=1))
@@ -160,7 +160,7 @@ def gradient_of(theta, batch):
     return 2 * inputs.mT @ (inputs @ theta - targets) / len(targets)
 
 
-def test_the_trainer_answers_with_each_batchs_gradient_as_often():
+def test_trainer_draws_each_batch_equally_often():
     space, start, trainer = Flat(3), draw(0, 3), Gradient()
     generator, seen = torch.Generator().manual_seed(0), [0] * 4
     for _ in range(80):
@@ -175,7 +175,7 @@ def test_the_trainer_answers_with_each_batchs_gradient_as_often():
     assert isinstance(trainer, Trainer)
 
 
-def test_batches_that_have_no_number_give_their_first():
+def test_batches_without_length_use_the_first_batch():
     start, generator = draw(0, 3), torch.Generator()
     for _ in range(4):
         payload = Gradient().train(Flat(3), Message(start), loss, iter(BATCHES), None, generator=generator)
@@ -185,7 +185,7 @@ def test_batches_that_have_no_number_give_their_first():
     assert relative(start - sharp.points[0], gradient_of(start + 0.1 * g / g.norm(), BATCHES[0])) <= 1e-12
 
 
-def test_a_routing_is_a_value():
+def test_routings_compare_by_value():
     given_ = {"a": 0.25, "b": 0.75}
     rule = GeneralizedAsyncSGD(given_)
     given_["a"] = -3.0
@@ -202,7 +202,7 @@ class Stream(IterableDataset):
         return iter(torch.ones(8, 3).double())
 
 
-def test_a_loader_that_does_not_know_its_length_gives_its_first():
+def test_loader_without_length_uses_the_first_batch():
     payload = Gradient().train(
         Flat(3), Message(draw(0, 3)), lambda x, batch: (batch @ x).mean(), DataLoader(Stream(), batch_size=4), None,
         generator=torch.Generator(),
@@ -212,7 +212,7 @@ def test_a_loader_that_does_not_know_its_length_gives_its_first():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_bad_input_is_refused_by_name():
+def test_invalid_arguments_are_rejected_by_name():
     for routing in ([0.5, 0.4], [1.5, -0.5], [], 0.5, [float("nan")], {"a": "1"}):
         with pytest.raises(ArgumentError, match="routing"):
             GeneralizedAsyncSGD(routing)

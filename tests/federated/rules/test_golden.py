@@ -1,4 +1,7 @@
-"""`aggregate` and the server agree bit for bit: every rule, any order of updates, buffers, flat and curved."""
+"""Tests that `aggregate` and `Server` are bitwise equal.
+
+The tests cover every rule, any order of updates, buffers, and flat and curved spaces.
+"""
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ RULES = {name: rule for name, rule in CASES.items() if name not in BEYOND} | {"a
 
 
 def works_on(space, start):
-    """The rules that take a space."""
+    """Return the rules that support a space."""
     for name, rule in RULES.items():
         try:
             rule.init(space, start)
@@ -35,13 +38,13 @@ SHARE = {"heavy": 3, "light": 1}
 POLICIES = {"*running_mean": "average", "*running_var": "latest", "*tracked": "latest"}
 
 
-def test_no_rule_is_left_out():
+def test_golden_cases_and_mutants_cover_every_rule():
     assert not missing({type(rule).__name__ for rule in CASES.values()}, "GOLDEN = {name: an instance}")
     assert not missing(mutated(), "a mutant (a Catalogue of laws, and MUTANTS of it)")
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_what_asks_for_more_than_models_needs_a_server(name):
+def test_rule_that_requires_more_than_models_raises_argument_error(name):
     with pytest.raises(ArgumentError, match=r"requires more than models from clients; use a Server"):
         aggregate(BEYOND[name], None, {}, {}, {})
 
@@ -53,7 +56,7 @@ def network():
 
 
 def trained(space, seed, start, carried):
-    """A client's model, near the one that it started from, with its buffers."""
+    """Return a client's model near its start model, with its buffers."""
     point = start + 0.1 * draw(seed, *start.shape, dtype=start.dtype)
     if not space.flat:
         point = space.project(point)
@@ -64,7 +67,7 @@ def trained(space, seed, start, carried):
 
 
 def policies(rule):
-    """What becomes of the buffers: they are left alone by a rule that adds no noise to them."""
+    """Return the buffer policies. A rule that adds no noise to the buffers leaves them unchanged."""
     return dict.fromkeys(POLICIES, "leave") if getattr(rule, "is_private", False) else POLICIES
 
 
@@ -114,16 +117,16 @@ steps = st.tuples(st.sampled_from(list(SHARE)), st.none() | st.integers(0, 5))
 @pytest.mark.parametrize("name", RULES)
 @settings(max_examples=4)
 @given(seed=seeds, script=st.lists(steps, min_size=8, max_size=20))
-def test_a_sequence_of_updates(name, seed, script):
+def test_aggregate_equals_server_for_random_updates(name, seed, script):
     agree(name, seed % 10**6, script)
 
 
 @pytest.mark.parametrize("name", CURVED)
 @settings(max_examples=2)
 @given(seed=seeds, script=st.lists(steps, min_size=8, max_size=12))
-def test_a_sequence_of_updates_on_a_curved_space(name, seed, script):
+def test_aggregate_equals_server_on_a_curved_space(name, seed, script):
     agree(name, seed % 10**6, script, {"0.weight": Sphere(3)})
 
 
-def test_the_sequences_are_answered():
+def test_random_sequences_contain_accepted_updates():
     assert agree("FedBuff", 3, [("heavy", None), ("light", None), ("heavy", 1), ("light", None), ("light", 0)] * 3) >= 6

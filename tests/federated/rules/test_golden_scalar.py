@@ -1,6 +1,7 @@
-"""One scalar, four clients, two at a time: what public frameworks answer in seven ways.
+"""Tests of one scalar with four clients and two tasks in flight, for which public frameworks return seven results.
 
-A and B start from 0 and reach 1 and 2; D starts from what that makes and adds 1; C, who started from 0 too, reaches 4.
+The clients A and B start from 0 and reach 1 and 2. D starts from the model after these updates and adds 1. C also
+started from 0, and reaches 4.
 """
 
 import pytest
@@ -20,7 +21,7 @@ def scalar(x):
 
 
 def play(rule):
-    """The model after B, and after C."""
+    """Return the model after the update of B and after the update of C."""
     zero = scalar(0.0)
     state = rule.init(SPACE, zero)
     state, outcome = rule.step(SPACE, state, Update("A", zero, zero, scalar(1.0)[None]))
@@ -34,7 +35,7 @@ def play(rule):
     return first.item(), outcome.model.item()
 
 
-def test_the_papers_answer():
+def test_scalar_example_equals_the_result_of_the_paper():
     assert play(FedBuff(2)) == (1.5, pytest.approx(1.5 + (1 + 4 / 2**0.5) / 2, rel=1e-15))
     assert round(play(FedBuff(2))[1], 4) == 3.4142
 
@@ -47,11 +48,11 @@ def test_the_papers_answer():
         (FedBuff(2, rate=0.5), 0.75 + (1 + 4 * 0.5**0.5) / 4),
     ],
 )
-def test_other_conventions_are_options(rule, answer):
+def test_options_reproduce_other_conventions(rule, answer):
     assert play(rule)[1] == pytest.approx(answer, rel=1e-15)
 
 
-def test_the_front_door_gives_it_too():
+def test_aggregate_gives_the_same_scalar_results():
     rule, zero, state = FedBuff(2), [scalar(0.0)], None
     model, state, numbers = aggregate(rule, state, zero, zero, [scalar(1.0)])
     assert (model[0].item(), numbers["buffered"]) == (0.0, 1)

@@ -1,4 +1,4 @@
-"""`GramRule`: two methods are a whole rule, on every kind of model and space."""
+"""Tests of `GramRule`, whose subclasses implement only two methods, on every kind of model and space."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ MODEL = {"w": torch.zeros(2, 3), "b": torch.zeros(2)}
 
 
 class Ortho(GramRule):
-    """FedOrtho(0.5), in two methods."""
+    """FedOrtho(0.5) as a `GramRule` with two methods."""
 
     def coefficients(self, gram, state):
         return CORRECTION.coefficients(gram)[0], state
@@ -61,14 +61,14 @@ def models(seed, count):
     ids=["model", "tensor", "curve"],
 )
 @given(seed=seeds)
-def test_two_methods_are_the_shipped_rule(mine, shipped, points, seed):
+def test_rule_of_two_methods_equals_the_library_rule(mine, shipped, points, seed):
     current, base, *update = models(seed, 2 + points)
     given = update[0] if points == 1 else update
     results = [aggregate(rule, None, current, base, given, staleness=1) for rule in (mine, shipped)]
     assert bits(results[0]) == bits(results[1])
 
 
-def test_two_methods_are_the_shipped_rule_on_a_sphere():
+def test_rule_of_two_methods_equals_the_library_rule_on_a_sphere():
     space, generator = Sphere(5), torch.Generator().manual_seed(0)
     start = space.random_point(generator=generator, dtype=torch.float64)
     servers = [Server(space, rule, start, weights={"a": 1, "b": 1}) for rule in (Ortho(), FedOrtho(0.5))]
@@ -83,7 +83,7 @@ def test_two_methods_are_the_shipped_rule_on_a_sphere():
 
 @dataclass(frozen=True)
 class Mean(GramRule):
-    """Scale each displacement to the mean squared length so far."""
+    """Rule that scales each displacement to the mean squared length of all displacements so far."""
 
     def coefficients(self, gram, state):
         count = state["version"] + 1
@@ -91,7 +91,7 @@ class Mean(GramRule):
         return [math.sqrt(mean / gram.matrix[0, 0]), 0.0], {**state, "mean": mean}
 
 
-def test_a_state_of_its_own_is_stored_and_the_version_is_counted():
+def test_state_of_gram_rule_is_stored_and_version_is_counted():
     model, state = [torch.zeros(1)], None
     for length in (3.0, 1.0):
         model, state, _ = aggregate(Mean(), state, model, model, [model[0] + length])
@@ -121,13 +121,13 @@ class Returns(GramRule):
         (Returns([1.0, 0.0], math.nan), "rate: step size: expected a finite number >= 0"),
     ],
 )
-def test_a_wrong_result_is_an_error_of_the_owner_of_the_rule(rule, words):
+def test_invalid_result_of_gram_rule_raises_rule_error(rule, words):
     with pytest.raises(RuleError, match=words):
         aggregate(rule, None, MODEL, MODEL, MODEL)
 
 
 @pytest.mark.parametrize("result", [([1.0, 0.0], None), [1.0, 0.0], None])
-def test_coefficients_without_a_state_are_an_error_of_the_owner_of_the_rule(result):
+def test_coefficients_without_a_state_raise_rule_error(result):
     class Forgets(GramRule):
         def coefficients(self, gram, state):
             return result
@@ -136,7 +136,7 @@ def test_coefficients_without_a_state_are_an_error_of_the_owner_of_the_rule(resu
         aggregate(Forgets(), None, MODEL, MODEL, MODEL)
 
 
-def test_numpy_numbers_are_numbers():
+def test_numpy_numbers_are_accepted_as_coefficients():
     class Arrays(Ortho):
         def coefficients(self, gram, state):
             return np.array(CORRECTION.coefficients(gram)[0], dtype=float), state
@@ -149,13 +149,13 @@ def test_numpy_numbers_are_numbers():
     assert bits(results[0]) == bits(results[1])
 
 
-def test_a_rule_without_coefficients_cannot_be_made():
+def test_gram_rule_without_coefficients_cannot_be_constructed():
     with pytest.raises(TypeError, match="coefficients"):
         GramRule()
 
 
 class Logs(ASGD):
-    """A subclass that overrides `step` alone, as a wrapper that observes the steps."""
+    """Subclass that overrides only `step`, like a wrapper that observes the steps."""
 
     seen = ()
 
@@ -177,7 +177,7 @@ def test_a_step_that_a_subclass_overrides_is_called_and_gives_the_same_bits():
     assert bits(new[0]) == bits(new[1])
 
 
-def test_plan_computes_nothing_and_step_computes_it():
+def test_plan_defers_the_computation_to_step():
     space = ParameterSpace.of_state_dict(MODEL)
     start = torch.zeros(8)
     update = Update("a", start, start + 1, draw(7, 1, 8, dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""Rules on leaves of low rank: every step is that of the same rule on the matrices, and one truncation."""
+"""Tests of rules on low-rank leaves: every step is the step on the dense matrices, followed by one truncation."""
 
 import copy
 
@@ -85,18 +85,18 @@ def named(rule):
 
 
 def many(rule):
-    """How many points an update of it has here."""
+    """Return the number of points in an update of a rule."""
     return {AsyncBezier: 2, AsyncKrylov: 3}.get(type(rule), 1)
 
 
 def dense_space(leaves):
-    """The space of the matrices that the leaves stand for."""
+    """Return the space of the dense matrices that the leaves represent."""
     sizes = {name: leaf.invariant(torch.zeros(leaf.shape)).numel() for name, leaf in leaves.items()}
     return Product({name: Flat(size) for name, size in sizes.items()})
 
 
 def dense(space, x):
-    """The matrices, as a point of that space."""
+    """Return the dense matrices of a low-rank point, as a point of the dense space."""
     return space.invariant(x)
 
 
@@ -127,7 +127,7 @@ def played(rule, space, seed, turns=6, seen=lambda x: x, on=None):
 @pytest.mark.parametrize("rule", RULES, ids=named)
 @settings(max_examples=2)
 @given(seed=seeds)
-def test_a_step_is_that_of_the_rule_on_the_matrices(rule, seed):
+def test_low_rank_step_equals_the_step_on_dense_matrices(rule, seed):
     space = Product(FULL)
     outcomes, memory = played(rule, space, seed)
     expected, kept = played(rule, space, seed, seen=lambda x: dense(space, x), on=dense_space(FULL))
@@ -147,7 +147,7 @@ def test_a_step_is_that_of_the_rule_on_the_matrices(rule, seed):
 @pytest.mark.parametrize("rule", [FedAsync(0.5), FedOrtho(0.5), AsyncBezier(rate=0.5), FedBuff(1, 0.5)], ids=str)
 @settings(max_examples=5)
 @given(seed=seeds)
-def test_where_the_rank_is_too_small_it_is_the_nearest_matrix_of_the_rank(rule, seed):
+def test_step_beyond_the_rank_is_the_nearest_matrix_of_the_rank(rule, seed):
     space = LowRank(6, 5, 2)
     (outcome,), _ = played(rule, space, seed, turns=1)
     whole = Flat(30)
@@ -160,7 +160,7 @@ def test_where_the_rank_is_too_small_it_is_the_nearest_matrix_of_the_rank(rule, 
 @pytest.mark.parametrize("rule", RULES, ids=named)
 @settings(max_examples=3)
 @given(seed=seeds, condition=conditions)
-def test_nothing_depends_on_the_gauge(rule, seed, condition):
+def test_step_does_not_depend_on_the_gauge(rule, seed, condition):
     space = LowRank(6, 5, 4)
     count = many(rule)
     base, current, *points = drawn(space, seed, count + 2)
@@ -179,7 +179,7 @@ def test_nothing_depends_on_the_gauge(rule, seed, condition):
 
 @settings(max_examples=5)
 @given(seed=seeds)
-def test_leaves_that_nothing_ties_together_move_as_if_alone(seed):
+def test_independent_leaves_move_independently(seed):
     space = Product(THIN)
     rule = FedAsync(0.5)
     base, current, point = drawn(space, seed, 3)
@@ -191,7 +191,7 @@ def test_leaves_that_nothing_ties_together_move_as_if_alone(seed):
         assert torch.equal(alone, model)
 
 
-def test_a_leaf_that_nobody_moves_keeps_its_bits_and_a_model_that_is_taken_whole_those_of_the_client():
+def test_unmoved_leaf_and_adopted_client_model_are_bitwise_equal():
     space = Product(THIN)
     base, current, point = drawn(space, 3, 3)
     still = {**space.split(point), "q": space.split(base)["q"]}
@@ -206,8 +206,8 @@ def test_a_leaf_that_nobody_moves_keeps_its_bits_and_a_model_that_is_taken_whole
 
 
 @pytest.mark.parametrize("rule", [FedOrtho(0.5), AsyncBezier(rate=0.5, threshold=0.0), AsyncFedED(warm_up=0)], ids=str)
-def test_without_a_drift_there_is_none_and_not_its_rounding(rule):
-    """An adapter as it begins, B = 0, and in general: equal factors have a difference of 0."""
+def test_zero_drift_is_exactly_zero(rule):
+    """Equal factors have exactly the difference 0, for an adapter at its initialisation (B = 0) and in general."""
     space = LowRank(6, 5, 2)
     for start in (drawn(space, 1), torch.cat([torch.zeros(6, 2), draw(1, 5, 2)]).double()):
         point = drawn(space, 2)
@@ -219,7 +219,7 @@ def test_without_a_drift_there_is_none_and_not_its_rounding(rule):
             assert relative(dense(space, outcome.model), near) <= 1e-12
 
 
-def test_nothing_of_the_size_of_a_matrix_is_formed():
+def test_step_allocates_no_full_matrix():
     space = Product({"q": LowRank(10**5, 10**5, 2), "head": Flat(10)})
     base, current, *points = drawn(space, 0, 5)
     for rule in (FedOrtho(0.5), AsyncBezier(rate=0.5), Momentum(FedBuff(1))):
@@ -233,7 +233,7 @@ def test_nothing_of_the_size_of_a_matrix_is_formed():
 @pytest.mark.parametrize(
     "rule", [Momentum(FedAsync(0.5)), CA2FL(2), ACE(0.5), FedBuff(7), AsyncCorrected(correction=OrthoDyn())]
 )
-def test_ranks_do_not_grow(rule):
+def test_ranks_do_not_increase(rule):
     space = Product({"q": LowRank(40, 30, 2, state_rank=5), "head": Flat(3)})
     current = drawn(space, 0)
     state, memory, left_out = rule.init(space, current), {}, 0.0
@@ -275,7 +275,7 @@ def driven(server, turns, seed):
 @pytest.mark.parametrize(
     "rule", [FedBuff(2), CA2FL(2), ACE(0.5), Momentum(ASGD(0.5)), OrthoFL(calibration="pairwise")], ids=str
 )
-def test_a_server_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_path):
+def test_resumed_server_is_bitwise_equal(rule, tmp_path):
     start = draw(0, *SPACE.shape, dtype=torch.float32)
     server = Server(
         SPACE,
@@ -295,7 +295,7 @@ def test_a_server_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_path):
 
 
 @pytest.mark.parametrize("rule", [FedAsync(0.5), FedOrtho(0.5), FedBuff(1), AsyncBezier(rate=0.5)], ids=str)
-def test_the_front_door_takes_the_step_of_a_server(rule):
+def test_aggregate_equals_the_step_of_a_server(rule):
     start = draw(0, *SPACE.shape, dtype=torch.float32)
     server = Server(SPACE, rule, start, weights="uniform")
     ticket = server.dispatch(0)
@@ -309,8 +309,8 @@ def test_the_front_door_takes_the_step_of_a_server(rule):
     assert numbers["truncated"] == server.history[-1]["truncated"]
 
 
-def test_points_may_come_leaf_by_leaf_in_ranks_of_their_own():
-    """Clients of several ranks: nothing is cut but the sum."""
+def test_leaves_of_clients_may_have_different_ranks():
+    """Only the final sum is truncated."""
     leaves = {"q": LowRank(6, 5, 2), "head": Flat(3)}
     space, wide = Product(leaves), Product({**leaves, "q": LowRank(6, 5, 4)})
     current, point = drawn(space, 0), drawn(wide, 1)
@@ -325,7 +325,7 @@ def test_points_may_come_leaf_by_leaf_in_ranks_of_their_own():
 
 
 @given(seeds)
-def test_equal_values_at_the_cut_are_told(seed):
+def test_equal_singular_values_at_the_truncation_are_reported(seed):
     space = LowRank(3, 3, 1)
     x, y = (torch.cat([e, e])[:, None] for e in torch.eye(3, dtype=torch.float64)[:2])
     rule = FedAsync(0.5)
@@ -357,14 +357,14 @@ def test_equal_values_at_the_cut_are_told(seed):
     ],
     ids=lambda x: type(x).__name__ if not isinstance(x, str) else "",
 )
-def test_what_needs_entries_is_refused_by_name(rule, words):
+def test_low_rank_leaves_reject_rules_that_need_entries(rule, words):
     with pytest.raises(ArgumentError, match=words) as refused:
         Server(SPACE, rule, torch.ones(SPACE.shape))
     if "leaves;" in words or words.endswith("flat leaves"):
         assert "q: LowRank(m=5, n=4, rank=2" in str(refused.value)
 
 
-def test_what_is_not_finite_is_refused_by_name():
+def test_low_rank_step_rejects_values_that_are_not_finite():
     space = LowRank(4, 3, 2)
     x = drawn(space, 0)
     rule = FedAsync(0.5)
@@ -379,7 +379,7 @@ def test_what_is_not_finite_is_refused_by_name():
         AmbientSpace.of(space, x).combine(x, [drawn(space, 1)], [float("nan")])
 
 
-def test_a_leaf_of_low_rank_within_another_or_beside_a_curved_one_is_refused():
+def test_nested_low_rank_leaves_and_curved_siblings_are_rejected():
     pair = Product({"a": LowRank(3, 2, 1), "b": Flat(2)})
     nested = ParameterSpace.of_state_dict({"w": torch.zeros(2, 7)}, {"w": pair})
     with pytest.raises(ArgumentError, match=r"space: expected leaves that are flat or LowRank, got w: Power"):
@@ -390,12 +390,12 @@ def test_a_leaf_of_low_rank_within_another_or_beside_a_curved_one_is_refused():
 
 
 @given(st.sampled_from([0, -1]), st.integers(-3, 0))
-def test_a_state_rank_is_a_positive_integer(a, b):
+def test_state_rank_must_be_a_positive_integer(a, b):
     with pytest.raises(ArgumentError, match="state_rank"):
         LowRank(3, 2, 1, state_rank=min(a, b))
 
 
-def test_flat_spaces_have_no_ambient_of_their_own():
+def test_flat_spaces_have_no_separate_ambient_space():
     assert AmbientSpace.of(Flat(3), torch.zeros(3)).leaves == ()
     assert not Flat(3).ambient
     assert Product(THIN).ambient

@@ -1,7 +1,7 @@
-r"""MasFL and its client: the papers' algorithm, the mean of control variates, and no bias under delays.
+r"""Tests of MasFL and its trainer: the paper's algorithm, the mean of control variates, and no bias under delays.
 
-Clients have losses $f_i = \tfrac12 (x - a_i)^\top H_i (x - a_i)$ that disagree, so that the joint minimiser
-$(\sum H_i)^{-1} \sum H_i a_i$ is not where averages of local models end.
+The clients have different losses $f_i = \tfrac12 (x - a_i)^\top H_i (x - a_i)$. Averages of local models therefore do
+not converge to the joint minimiser $(\sum H_i)^{-1} \sum H_i a_i$.
 """
 
 import math
@@ -56,7 +56,10 @@ def train_and_send(server, trainer, ticket, client):
 
 
 def rounds(server, trainer, delay, count, after=None):
-    """Cohorts in turn, `delay` further ones on the way while one is answered; staleness is then the delay."""
+    """Run cohorts in turn.
+
+    While one cohort returns, `delay` further cohorts are in flight, so the staleness equals the delay.
+    """
     order, size = (
         np.random.default_rng(delay),
         server.rule.cohort if isinstance(server.rule, FedAvg) else server.rule.size,
@@ -76,7 +79,7 @@ def rounds(server, trainer, delay, count, after=None):
 
 
 def opened(rule, start=None, trainer=None):
-    """A server whose clients have all sent their first gradient."""
+    """Return a server whose clients have all sent their initial gradient, if the rule requires it."""
     server = Server(SPACE, rule, draw(7, D) if start is None else start)
     for client in range(CLIENTS):
         if rule.initial == "gradient":
@@ -96,7 +99,7 @@ def state(server):
     return server._state.value.model_state.state
 
 
-def test_the_trainer_takes_the_papers_steps():
+def test_trainer_takes_the_steps_of_the_paper():
     start, direction, control = draw(1, 3, D)
     numbers = {"opening": 0.0, "beta": 0.3}
     h, a = PROBLEMS[0]
@@ -116,7 +119,7 @@ def test_the_trainer_takes_the_papers_steps():
     assert relative(payload.points[0], start - 0.1 * (0.3 * h @ (start - a) + direction)) <= 1e-14
 
 
-def test_an_opening_takes_the_mean_gradient_where_it_stands():
+def test_initial_task_returns_the_mean_gradient_at_the_start():
     message = Message(draw(1, D), numbers={"opening": 1.0, "beta": 0.3})
     batches = Batches(PROBLEMS[:3])
     payload = ControlVariate(epochs=2, rate=0.1).train(SPACE, message, loss, batches, None, generator=torch.Generator())
@@ -126,8 +129,8 @@ def test_an_opening_takes_the_mean_gradient_where_it_stands():
 
 @settings(max_examples=6)
 @given(seeds, st.floats(0.05, 1), st.floats(0.01, 0.5), st.sampled_from(["gradient", "zero"]))
-def test_it_is_the_papers_algorithm(seed, beta, gamma, initial):
-    """Algorithm 1 in plain float64, on gradients that know nothing of it, with clients in any order."""
+def test_run_equals_transcription_of_the_paper(seed, beta, gamma, initial):
+    """Transcription of Algorithm 1 in float64, with given gradients and clients in any order."""
     n, size = 5, 3
     server = Server(SPACE, MasFL(size, gamma, beta, clients=n, initial=initial), draw(seed, D))
     theta, c_i = draw(seed, D), [torch.zeros(D).double() for _ in range(n)]
@@ -166,7 +169,7 @@ def test_it_is_the_papers_algorithm(seed, beta, gamma, initial):
 
 @pytest.mark.parametrize("delay", [0, 3, 8])
 @pytest.mark.parametrize("initial", ["gradient", "zero"])
-def test_c_stays_the_mean_of_the_control_variates(delay, initial):
+def test_c_equals_the_mean_of_the_control_variates(delay, initial):
     size = 1 if delay == 8 else 2
     server = opened(MasFL(size, 0.05, 0.3, clients=CLIENTS, initial=initial))
 
@@ -179,7 +182,7 @@ def test_c_stays_the_mean_of_the_control_variates(delay, initial):
 
 
 class Plain:
-    """Five steps of gradient descent of rate 0.2."""
+    """Trainer that takes five steps of gradient descent with the rate 0.2."""
 
     def train(self, space, message, loss, batches, client_state, *, generator):
         ((h, a),), theta = batches, message.start
@@ -194,7 +197,7 @@ FEDAVG = torch.linalg.solve(sum(PULLS), sum(p @ a for p, (_, a) in zip(PULLS, PR
 
 
 @pytest.mark.parametrize(("delay", "rate", "count"), [(0, 0.1, 200), (3, 0.05, 260), (8, 0.03, 340)])
-def test_it_reaches_the_joint_optimum_under_delays_and_fedavg_does_not(delay, rate, count):
+def test_masfl_reaches_the_joint_optimum_under_delays_unlike_fedavg(delay, rate, count):
     trainer = ControlVariate(steps=2, rate=0.02)
     server = opened(MasFL(1, rate, 0.3, clients=CLIENTS), trainer=trainer)
     stale = rounds(server, trainer, delay, count)
@@ -212,14 +215,14 @@ def test_it_reaches_the_joint_optimum_under_delays_and_fedavg_does_not(delay, ra
     assert missed >= 0.2
 
 
-def test_nobody_moves_at_the_joint_optimum():
+def test_model_at_joint_optimum_does_not_move():
     server = opened(MasFL(2, 0.1, 0.3, clients=CLIENTS), start=JOINT)
     rounds(server, ControlVariate(steps=10, rate=0.1), 3, 20)
     # Roundings of gradients of size 10.
     assert (server.model - JOINT).norm() <= 1e-12
 
 
-def test_a_late_client_opens_and_c_becomes_the_mean_over_more():
+def test_late_client_sends_initial_gradient_and_joins_the_mean():
     rule = MasFL(1, 0.1, 0.5)
     server = Server(SPACE, rule, draw(7, D))
     trainer = ControlVariate(steps=2, rate=0.05)
@@ -240,7 +243,7 @@ def test_a_late_client_opens_and_c_becomes_the_mean_over_more():
     assert relative(state(server)["c"], sum(control_variates(server).values()) / 3) <= 1e-14
 
 
-def test_the_model_rests_until_all_have_opened():
+def test_model_does_not_move_before_all_initial_gradients():
     server = Server(SPACE, MasFL(1, 0.1, 0.5, clients=3), draw(7, D))
     trainer = ControlVariate(steps=2, rate=0.05)
     for client in (0, 1, 0, 0):
@@ -271,7 +274,7 @@ def sent(server, client, gradient, ticket=None):
     return receipt
 
 
-def test_a_client_that_answers_twice_counts_once_and_its_last_answer_stands():
+def test_only_the_last_update_of_a_client_in_a_buffer_counts():
     server = Server(SPACE, MasFL(2, 1.0, 1.0, clients=4, initial="zero"), torch.zeros(D).double())
     old = server.dispatch("a")
     sent(server, "a", 5.0)
@@ -298,7 +301,7 @@ def test_a_client_that_answers_twice_counts_once_and_its_last_answer_stands():
         ({"gradient": draw(0, D)}, {"opening": 0.0}, "numbers: opening"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(tensors, numbers, name):
+def test_server_rejects_invalid_payload_and_keeps_its_state(tensors, numbers, name):
     server = Server(SPACE, MasFL(1), draw(7, D))
     before = {key: str(value) for key, value in state(server).items()}
     receipt = server.receive(server.dispatch("a").id, Payload(draw(0, 1, D), 1, tensors, numbers))
@@ -307,7 +310,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tensors, numbers, name
     assert {key: str(value) for key, value in state(server).items()} == before
 
 
-def test_a_sum_that_overflows_is_refused_before_it_waits():
+def test_update_that_overflows_the_sum_is_rejected_before_buffering():
     server = Server(SPACE, MasFL(3, initial="zero"), torch.zeros(D).double())
     sent(server, "a", 1.7e308)
     given_ = {"gradient": torch.full((D,), 1.7e308, dtype=torch.float64)}
@@ -328,12 +331,12 @@ def test_a_sum_that_overflows_is_refused_before_it_waits():
     ],
     ids=str,
 )
-def test_options_out_of_range_are_named(options, name):
+def test_invalid_options_are_rejected_by_name(options, name):
     with pytest.raises(ArgumentError, match=f"^{name}: "):
         MasFL(**options)
 
 
-def test_clients_say_what_they_miss():
+def test_trainer_names_missing_entries_of_the_message():
     def train(message, problem=loss, space=SPACE):
         batches = Batches([PROBLEMS[0]])
         return ControlVariate(steps=1).train(space, message, problem, batches, None, generator=torch.Generator())
@@ -354,7 +357,7 @@ def test_clients_say_what_they_miss():
             ControlVariate(**options)
 
 
-def test_a_gradient_that_no_step_can_be_taken_with_does_not_wait():
+def test_gradient_without_finite_step_is_not_buffered():
     server = Server(Flat(1), MasFL(2, 100.0, 1.0, initial="zero"), torch.zeros(1))
     for client, gradient in (("a", 3e38), ("b", 1.0), ("c", 1.0)):
         given_ = Payload(torch.zeros(1, 1), 1, {"gradient": torch.tensor([gradient])}, {"opening": 0.0})
@@ -364,7 +367,7 @@ def test_a_gradient_that_no_step_can_be_taken_with_does_not_wait():
     assert server.version == 1
 
 
-def test_a_spike_is_forgotten_with_the_next_answer():
+def test_huge_update_is_replaced_by_the_next_update_of_its_client():
     server = Server(Flat(1), MasFL(1, 1e-12, 0.5, initial="zero", clients=2), torch.zeros(1))
     for client, gradient in (("b", 1.0), ("a", 1e10), ("a", -1.0), ("b", 1.0)):
         given_ = Payload(torch.zeros(1, 1), 1, {"gradient": torch.tensor([gradient])}, {"opening": 0.0})
@@ -373,7 +376,7 @@ def test_a_spike_is_forgotten_with_the_next_answer():
     assert all(tensor.dtype == torch.float32 for tensor in server.dispatch("a").message.tensors.values())
 
 
-def test_nobody_opens_where_nobody_is_asked_to():
+def test_server_rejects_initial_gradient_that_it_did_not_request():
     server = Server(SPACE, MasFL(1, initial="zero"), draw(7, D))
     given_ = Payload(draw(0, 1, D), 1, {"gradient": draw(0, D)}, {"opening": 1.0})
     assert server.receive(server.dispatch("a").id, given_).reason == "numbers: opening: expected 0, got 1"
@@ -392,7 +395,7 @@ def test_the_rates_of_theorem_1_satisfy_its_condition(size, steps, smoothness, d
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_theorem_1_says_how_many_steps_it_needs():
+def test_theorem_1_gives_the_required_number_of_steps():
     with pytest.raises(ArgumentError, match="T: expected at least 17 for these S, K and max_delay, got 16"):
         MasFL.theory(4, 4, 16, 1.0, 0)
     assert MasFL.theory(4, 4, 17, 1.0, 0).eta > 0

@@ -1,4 +1,4 @@
-"""Deliberately wrong forms of MasFL, AdaMasFL and their clients: each must be caught by the laws named beside it."""
+"""Mutants of MasFL, AdaMasFL and their trainers, each with the laws that must detect it."""
 
 from dataclasses import replace
 
@@ -135,7 +135,7 @@ def a_zero_direction_ends_the_loop(k):
 
 @caught_by("MasFL", "masfl_is_the_papers_loop")
 class MasFLUsesTheNewMean(MasFL):
-    """g with the c that was updated already."""
+    """Mutant that computes g with the updated c."""
 
     def apply_step(self, state, update, g, out):
         control, sum_ = update.client_state["control"], state["pending"].get("sum", 0.0)
@@ -174,7 +174,7 @@ class MasFLCountsAnswers(MasFL):
 
 @caught_by("MasFL", "c_is_the_mean_of_all_who_joined", "masfl_is_the_papers_loop")
 class MasFLNeverStoresClientState(MasFL):
-    """Keeps the first control variate of a client for good."""
+    """Mutant that never replaces the first control variate of a client."""
 
     def step(self, space, state, update, *, out=None):
         after, outcome = super().step(space, state, update, out=out)
@@ -190,7 +190,7 @@ class ControlVariateForgetsItsOwn(ControlVariate):
 
 @caught_by("AdaMasFL", "a_step_is_the_rate_at_most")
 class AdaMasFLForgetsToDivide(AdaMasFL):
-    """Takes displacements for directions."""
+    """Mutant that uses displacements as directions."""
 
     def apply_step(self, state, update, g, out):
         model = combine(update.current, [update.points[0]], [self.rate], minus=update.base, out=out)
@@ -206,7 +206,7 @@ class AdaMasFLMovesAlongTheMomentum(AdaMasFL):
 
 @caught_by("Normalised", "no_scale_of_the_losses_matters", "a_zero_direction_ends_the_loop")
 class NormalisedWithAnEpsilon(Normalised):
-    """Divides by ‖g‖ + ε, and goes on where g = 0."""
+    """Mutant that divides by ‖g‖ + ε and does not stop at g = 0."""
 
     def train(self, space, message, loss, batches, client_state, *, generator):
         theta, total, steps = message.start.clone(), 0, int(message.numbers["steps"])
@@ -224,6 +224,6 @@ class NormalisedWithAnEpsilon(Normalised):
 test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests()
 
 
-def test_every_law_catches_something():
+def test_every_law_catches_a_mutant():
     assert {law for _, laws in MUTANTS.values() for law in laws} == set(LAWS)
     assert {name for changes, _ in MUTANTS.values() for name in changes} == set(RIGHT)

@@ -1,4 +1,4 @@
-"""OrthoFL: the protocols agree bit for bit, the calibration is the lemma's, and clients come and go."""
+"""Tests of OrthoFL: bitwise equal protocols, the calibration of Lemma C.1, and clients that join and leave."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ START = draw(0, P, dtype=torch.float32)
 
 @dataclass(frozen=True)
 class Pull:
-    """Training whose answer says who did it, from where, and when; it keeps its starts in `seen`."""
+    """Trainer whose result depends on the client, the start and the time. It records its starts in `seen`."""
 
     client: int
     seen: list
@@ -46,7 +46,10 @@ class Pull:
 
 
 def script(seed, answers, clients=CLIENTS):
-    """Dispatches, answers, losses of answers and of tickets, in an order that does not ask who calibrates."""
+    """Return a random sequence of dispatches, updates, lost updates and dropped tickets.
+
+    It does not depend on the protocol.
+    """
     rng, out, idle, taken = np.random.default_rng(seed), [], set(range(clients)), 0
     while taken < answers:
         kind = rng.choice(["send", "answer", "lose", "drop"], p=[0.5, 0.4, 0.05, 0.05])
@@ -60,7 +63,7 @@ def script(seed, answers, clients=CLIENTS):
 
 
 def play(rule, trainer_of, events, space=SPACE, start=START):
-    """The starts of every client, the models of the server, and the server."""
+    """Return the starts of every client, the models of the server, and the server."""
     server = Server(space, rule, start, weights="uniform")
     starts, models, tickets, memories = {c: [] for c in range(CLIENTS)}, [], {}, {}
     for i, (kind, client) in enumerate(events):
@@ -92,7 +95,7 @@ def segments(v):
 
 
 def cut(v, along):
-    """v without its part along `along`, in float64."""
+    """Return v without its component along `along`, in float64."""
     square = along @ along
     return v if square == 0 else v - (v @ along) / square * along
 
@@ -103,7 +106,7 @@ def by_layer(v, along):
 
 @pytest.mark.parametrize(("seed", "granularity", "rounds"), [(0, "tensor", 200), (1, "model", 60)])
 def test_the_protocols_give_bit_identical_starts_over_200_rounds(seed, granularity, rounds):
-    """With dispatches at any time, updates that are lost and tickets that are dropped."""
+    """The run contains dispatches at any time, lost updates and dropped tickets."""
     events = script(seed, rounds)
     starts, models, _ = play(OrthoFL(granularity=granularity), lambda t: t, events)
     assert len(models) == rounds
@@ -124,8 +127,8 @@ def test_the_protocols_give_bit_identical_starts_over_200_rounds(seed, granulari
     [{}, {"granularity": "model"}, {"calibration": "none"}, {"calibration": "pairwise"}, {"moving_average": False}],
     ids=str,
 )
-def test_it_is_the_papers_algorithm(options):
-    """Algorithm 1 in plain float64, every client sent off again at once."""
+def test_run_equals_transcription_of_the_paper(options):
+    """Transcription of Algorithm 1 in float64. Every client starts its next task immediately."""
     start = START.double()
     rule = OrthoFL(0.6, staleness=Polynomial(0.5), **options)
     whole = options.get("granularity") == "model"
@@ -166,7 +169,7 @@ def test_it_is_the_papers_algorithm(options):
 SPACE64 = ParameterSpace.of(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double())
 
 
-def test_no_calibration_is_fedasync_bit_for_bit():
+def test_without_calibration_orthofl_equals_fedasync():
     events = script(5, 60)
     plain = play(OrthoFL(0.6, calibration="none"), lambda t: t, events)
     theirs = play(FedAsync(0.6, staleness=Polynomial(0.5)), lambda t: t, events)
@@ -175,8 +178,8 @@ def test_no_calibration_is_fedasync_bit_for_bit():
 
 
 @given(seeds, st.integers(2, 40), st.floats(-3, 3))
-def test_the_shift_that_is_taken_in_is_the_nearest_orthogonal_one(seed, size, exponent):
-    """Lemma C.1: in distance and in angle, among all w orthogonal to the client's own shift."""
+def test_added_shift_is_the_nearest_orthogonal_vector(seed, size, exponent):
+    """Lemma C.1: among all w orthogonal to the client's own shift, the added vector is nearest in distance and angle."""
     model, start, home = draw(seed, 3, size)
     v, g = 10.0**exponent * draw(seed + 1, size), model - start
     taken = calibrate(model, shift(home + v, home), shift(model, start), space=Flat(size)) - model
@@ -199,8 +202,8 @@ def cosine(a, b):
 
 
 @given(seeds, st.integers(1, 4))
-def test_the_pairwise_form_leaves_an_update_that_no_other_knows(seed, k):
-    """Lemma C.1 for several: v⊥ is nearest to v of all that are orthogonal to every other update."""
+def test_pairwise_form_projects_onto_the_complement_of_other_updates(seed, k):
+    """Lemma C.1 for several updates: v⊥ is nearest to v among all vectors orthogonal to every other update."""
     model, start, home, current = draw(seed, 4, 9)
     others = list(draw(seed + 1, k, 9))
     moved = calibrate(model, shift(current, home), shift(model, start), other_updates=others, space=Flat(9))
@@ -217,7 +220,7 @@ def flat(rule):
     return Server(Flat(2), rule, torch.zeros(2, dtype=torch.float64))
 
 
-def test_a_shift_whose_entries_sum_to_zero_is_a_shift():
+def test_shift_with_zero_sum_is_not_ignored():
     server = flat(OrthoFL(1.0, staleness=Polynomial(0.0)))
     a, b = server.dispatch("a"), server.dispatch("b")
     answer(server, b, [1.0, -1.0])
@@ -225,7 +228,7 @@ def test_a_shift_whose_entries_sum_to_zero_is_a_shift():
     assert server.dispatch("a").message.start.tolist() == [2.0, -1.0]
 
 
-def test_a_client_that_did_not_move_takes_the_whole_shift():
+def test_client_without_progress_receives_the_whole_shift():
     server = flat(OrthoFL(0.5))
     a, b = server.dispatch("a"), server.dispatch("b")
     answer(server, b, [2.0, 4.0])
@@ -233,20 +236,20 @@ def test_a_client_that_did_not_move_takes_the_whole_shift():
     assert server.dispatch("a").message.start.tolist() == [1.0, 2.0]
 
 
-def test_the_first_answer_is_mixed_like_any_other():
+def test_first_update_is_averaged_like_later_updates():
     server = flat(OrthoFL(0.5))
     assert answer(server, server.dispatch("a"), [2.0, 4.0]).step == 0.5
     assert server.model.tolist() == [1.0, 2.0]
 
 
-def test_who_joins_late_starts_from_the_global_model():
+def test_client_that_joins_late_starts_from_the_global_model():
     server = flat(OrthoFL(0.5))
     answer(server, server.dispatch("a"), [2.0, 4.0])
     assert server.dispatch("late").message.start.tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("protocol", ["server", "client"])
-def test_who_was_away_finds_what_the_others_did_in_its_next_shift(protocol):
+def test_next_shift_of_absent_client_includes_progress_of_others(protocol):
     server, seen, memory = flat(OrthoFL(1.0, staleness=Polynomial(0.0), protocol=protocol)), [], None
 
     def works(ticket, reached):
@@ -272,7 +275,7 @@ def test_who_was_away_finds_what_the_others_did_in_its_next_shift(protocol):
 
 
 @pytest.mark.parametrize("calibration", ["orthogonal", "pairwise"])
-def test_an_old_ticket_is_mixed_in_and_leaves_the_start_as_it_is(calibration):
+def test_old_ticket_changes_only_the_global_model(calibration):
     server = flat(OrthoFL(0.5, calibration=calibration))
     old, new = server.dispatch("a"), server.dispatch("a")
     answer(server, new, [2.0, 0.0])
@@ -284,7 +287,7 @@ def test_an_old_ticket_is_mixed_in_and_leaves_the_start_as_it_is(calibration):
     assert torch.equal(server.dispatch("a").message.start, start)
 
 
-def test_a_client_that_lost_its_memory_begins_anew():
+def test_client_without_client_state_starts_from_the_global_model():
     server, trainer = flat(OrthoFL(0.5, protocol="client")), Calibrated(Pull(0, seen := []))
     for _ in range(3):
         before = server.model
@@ -297,7 +300,7 @@ def test_a_client_that_lost_its_memory_begins_anew():
     assert ticket.message.numbers["num_updates"] == 2
 
 
-def test_the_server_keeps_two_models_for_a_client_or_one():
+def test_server_stores_two_models_per_client_or_one():
     for protocol, models in (("server", 2), ("client", 1)):
         server = flat(OrthoFL(protocol=protocol))
         for client in range(3):
@@ -305,7 +308,7 @@ def test_the_server_keeps_two_models_for_a_client_or_one():
         assert server.memory["clients"] == 3 * models * 16
 
 
-def test_nothing_that_is_given_is_written():
+def test_step_does_not_modify_its_inputs():
     rule = OrthoFL(0.5, moving_average=False)
     base, current, model = draw(1, 3, 4)
     kept, out = [t.clone() for t in (base, current, model)], torch.empty(4).double()
@@ -318,8 +321,11 @@ def test_nothing_that_is_given_is_written():
     assert outcome.client_state["global"].any()
 
 
-def test_only_what_is_trainable_is_calibrated():
-    """An adapter on a frozen layer: points are of its size, and the frozen part goes out as it came in."""
+def test_only_trainable_parameters_are_calibrated():
+    """The model is an adapter on a frozen layer.
+
+    Points have the size of the adapter, and the frozen layer does not change.
+    """
     net = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2, bias=False), nn.Linear(2, 5, bias=False))
     net[0].requires_grad_(False)
     space = ParameterSpace.of(net)
@@ -353,7 +359,7 @@ def test_only_what_is_trainable_is_calibrated():
     ],
     ids=str,
 )
-def test_options_out_of_range_are_named(options, name):
+def test_invalid_options_are_rejected_by_name(options, name):
     with pytest.raises(ArgumentError, match=f"^{name}: "):
         OrthoFL(**options)
 
@@ -363,8 +369,8 @@ def test_options_out_of_range_are_named(options, name):
     [None, {}, {"num_updates": "one"}, {"start": torch.ones(3)}, {"model": torch.full((2,), torch.nan)}, 3],
     ids=str,
 )
-def test_a_memory_that_does_not_fit_is_none(spoilt):
-    """The client begins anew, from the model it is sent."""
+def test_invalid_client_state_is_ignored(spoilt):
+    """The client starts from the model in the message."""
 
     @dataclass(frozen=True)
     class Still:
@@ -380,12 +386,12 @@ def test_a_memory_that_does_not_fit_is_none(spoilt):
 
 
 @pytest.mark.parametrize("trainer", ["x", None, Calibrated], ids=str)
-def test_a_trainer_trains(trainer):
+def test_calibrated_rejects_objects_that_are_not_trainers(trainer):
     with pytest.raises(ArgumentError, match="^trainer: "):
         Calibrated(trainer)
 
 
-def test_a_curved_space_and_a_curve_are_refused():
+def test_curved_space_and_curve_are_rejected():
     with pytest.raises(ArgumentError, match=r"^space: "):
         Server(Sphere(3), OrthoFL(), torch.eye(3)[0])
     server = flat(OrthoFL())

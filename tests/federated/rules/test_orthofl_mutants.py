@@ -1,4 +1,4 @@
-"""Deliberately wrong forms of OrthoFL and its client: each must be caught by the laws named beside it."""
+"""Mutants of OrthoFL and its trainer, each with the laws that must detect it."""
 
 from dataclasses import replace
 
@@ -24,7 +24,10 @@ LAWS, MUTANTS, law, caught_by = CATALOGUE.laws, CATALOGUE.mutants, CATALOGUE.law
 
 
 class Pull:
-    """Training without a loss: halfway to a target of the client, and a little by the turn."""
+    """Trainer without a loss.
+
+    It moves halfway to a target of the client, and by a small amount that depends on the turn.
+    """
 
     def __init__(self, client, seen):
         self.client, self.seen = client, seen
@@ -36,7 +39,7 @@ class Pull:
 
 
 def starts(rule, wrap, order="abaacbacbbca", failed=(4, 6)):
-    """The starts of three clients that answer in this order; some answers are lost."""
+    """Return the starts of three clients that return updates in the given order. Some updates are lost."""
     server, seen, memories = Server(SPACE, rule, draw(9, D)), {c: [] for c in "abc"}, dict.fromkeys("abc")
     tickets = {c: server.dispatch(c) for c in "abc"}
     for i, c in enumerate(order):
@@ -102,7 +105,7 @@ def a_shift_that_sums_to_zero_is_taken_in(k):
 
 @law
 def no_rate_is_above_one(k):
-    """A larger one takes the client's model as it is, and says so."""
+    """A larger rate is clamped to 1, so the client's model replaces the global model."""
     base, current = draw(1, 2, D)
     given_ = Update("a", base, current, draw(2, 1, D))
     for rule in (k.OrthoFL(0.9, staleness=lambda late: 4.0), k.OrthoFL(lambda version: 1.5, staleness=Constant())):
@@ -121,7 +124,7 @@ class OrthoFLOvershoots(OrthoFL):
 
 @caught_by("OrthoFL", "starts_are_the_papers")
 class OrthoFLProjectsTheClientsShift(OrthoFL):
-    """Projects Δ_m off Δ."""
+    """Mutant that removes the projection onto Δ from Δ_m."""
 
     def step(self, space, state, update, *, out=None):
         after, outcome = super().step(space, state, update, out=out)
@@ -141,7 +144,7 @@ class OrthoFLTakesTheShiftAfterAggregation(OrthoFL):
 
 @caught_by("OrthoFL", "starts_are_the_papers")
 class OrthoFLMeasuresBothShiftsFromTheClientsStart(OrthoFL):
-    """As the published code does."""
+    """Mutant that computes both shifts from the client's start, as the published code does."""
 
     def step(self, space, state, update, *, out=None):
         known = update.client_state
@@ -152,7 +155,7 @@ class OrthoFLMeasuresBothShiftsFromTheClientsStart(OrthoFL):
 
 @caught_by("OrthoFL", "a_shift_that_sums_to_zero_is_taken_in")
 class OrthoFLTestsASum(OrthoFL):
-    """As the published code does."""
+    """Mutant that drops a shift whose entries sum to 0, as the published code does."""
 
     def step(self, space, state, update, *, out=None):
         after, outcome = super().step(space, state, update, out=out)
@@ -210,6 +213,6 @@ class CalibratedTakesTheSentModelForItsHome(Calibrated):
 test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests()
 
 
-def test_every_law_catches_something():
+def test_every_law_catches_a_mutant():
     assert {law for _, laws in MUTANTS.values() for law in laws} == set(LAWS)
     assert {name for changes, _ in MUTANTS.values() for name in changes} == set(RIGHT)

@@ -1,4 +1,4 @@
-"""The rules of training across data centres beside their papers' formulas, written out tensor by tensor."""
+"""Tests of the rules for training across data centres against their papers' formulas, written tensor by tensor."""
 
 from dataclasses import replace
 
@@ -28,12 +28,15 @@ SHAPES = [(4, 3), (5,), (1,)]
 
 
 def near(ours, theirs):
-    """Both round a few times a step, on numbers of size 10."""
+    """Check that two results are equal up to a few rounding errors per step, for numbers of size 10."""
     assert max(map(relative, ours, theirs)) <= 1e-12
 
 
 def moves(seed, steps):
-    """Of each step the displacement, tensor by tensor: some agree with those before, others do not."""
+    """Return the displacements of each step, tensor by tensor.
+
+    Some of them agree with the previous step, and others do not.
+    """
     trend = [draw(seed, *shape) for shape in SHAPES]
     for i in range(steps):
         lean = 1.5 * torch.randn((), generator=torch.Generator().manual_seed(seed + i)).item()
@@ -43,7 +46,7 @@ def moves(seed, steps):
 
 
 def ours(rule, seed, steps, **known):
-    """The models after each step, from a model that lies where it lies."""
+    """Return the models after each step."""
     model, state = [draw(seed + 5, *shape) for shape in SHAPES], None
     found = [model]
     for v in moves(seed, steps):
@@ -56,7 +59,7 @@ def ours(rule, seed, steps, **known):
 
 
 def heloco(rule, seed, steps, share=1.0):
-    """The points from which workers start, by the formulas of the paper, whose pseudo-gradient is minus v."""
+    """Return the start models of the workers by the formulas of the paper, whose pseudo-gradient is minus v."""
     start = theta = [draw(seed + 5, *shape) for shape in SHAPES]
     momentum = [torch.zeros(shape).double() for shape in SHAPES]
     found, cases = [start], set()
@@ -190,7 +193,7 @@ test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests(
 
 
 @given(seeds, st.floats(0.1, 0.9))
-def test_nesterov_is_torchs(seed, beta):
+def test_nesterov_equals_torch(seed, beta):
     model, state = [draw(seed + 5, *shape) for shape in SHAPES], None
     theirs = [x.clone() for x in model]
     outer = torch.optim.SGD(theirs, lr=0.7, momentum=beta, nesterov=True)
@@ -206,7 +209,7 @@ def test_nesterov_is_torchs(seed, beta):
         assert numbers["norm"] == pytest.approx(moved.norm().item(), rel=1e-9)
 
 
-def test_delayed_nesterov_of_one_is_nesterov():
+def test_delayed_nesterov_with_size_one_equals_nesterov():
     one, _ = ours(DelayedNesterov(1, 0.7, beta=0.8), 3, 6)
     other, _ = ours(Momentum(ASGD(1.0), 0.8, nesterov=True), 3, 1)
     near(
@@ -215,7 +218,7 @@ def test_delayed_nesterov_of_one_is_nesterov():
     )
 
 
-def test_what_agrees_is_kept_and_what_is_weak_is_turned_without_a_change_of_length():
+def test_heloco_keeps_aligned_and_rotates_weakly_aligned_updates():
     rule = HeLoCo()
     assert rule.correction_coefficients(4.0, 1.9, 9.0) == (1.0, 0.0)
     for along in (0.0, 0.3, 1.1):
@@ -228,7 +231,7 @@ def test_what_agrees_is_kept_and_what_is_weak_is_turned_without_a_change_of_leng
     assert rule.correction_coefficients(0.0, 0.0, 9.0) == rule.correction_coefficients(4.0, 0.0, 0.0) == (1.0, 0.0)
 
 
-def test_a_cohort_that_cancels_rests():
+def test_cancelling_cohort_does_not_move_the_model():
     model, state, rule = [torch.zeros(2), torch.zeros(2)], None, RadialDirectional(2)
     for v in ([[1.0, 0.0], [3.0, 0.0]], [[-2.0, 0.0], [0.0, 4.0]]):
         model, state, _ = aggregate(rule, state, model, [torch.zeros(2)] * 2, list(map(torch.tensor, v)))
@@ -259,12 +262,12 @@ def test_a_cohort_that_cancels_rests():
         ),
     ],
 )
-def test_bad_options_are_refused(call, words):
+def test_invalid_options_are_rejected(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
-def test_pseudo_gradients_are_displacements_the_other_way():
+def test_pseudo_gradients_are_negative_displacements():
     space = Flat(9)
     base, current, v = draw(1, 3, 9)
     for rule in (ASGD(0.5), Momentum(FedAvg(1)), HeLoCo(), DelayedNesterov(2), RadialDirectional(1)):
@@ -278,8 +281,8 @@ def test_pseudo_gradients_are_displacements_the_other_way():
         assert relative(*steps) <= 1e-14
 
 
-def test_more_updates_than_the_size_fill_the_sum_and_are_its_mean():
-    """As where a state of a larger size goes on under a smaller one."""
+def test_buffer_above_its_size_is_averaged():
+    """This occurs if the state of a rule with a larger size is used with a smaller size."""
     model, state = [torch.zeros(2).double()], None
     rules = [DelayedNesterov(4, 1.0, beta=0.5)] * 3 + [DelayedNesterov(2, 1.0, beta=0.5)] * 3
     momenta = []
@@ -296,8 +299,8 @@ def test_more_updates_than_the_size_fill_the_sum_and_are_its_mean():
     [HeLoCo(), HeLoCo(look_ahead=False), DelayedNesterov(), DelayedNesterov(1), DelayedNesterov(3, activation=0.3)],
     ids=repr,
 )
-def test_a_huge_update_does_not_block_later_ones(rule, size):
-    """The momentum of an accepted update moves the model again and again, and must not make it overflow."""
+def test_huge_update_does_not_block_later_updates(rule, size):
+    """The momentum of an accepted update moves the model repeatedly, and must not make it overflow."""
     server = Server(Flat(4), rule, torch.zeros(4))
     late = [server.dispatch(i) for i in range(40)]
     ticket = server.dispatch("attacker")

@@ -1,4 +1,4 @@
-"""`examples/privacy.py`: the accountant's numbers by integration, and the measured leakage of a canary's update."""
+"""Tests of `examples/privacy.py`: the accountant against integration, and the measured leakage of a canary's update."""
 
 import math
 import runpy
@@ -39,7 +39,7 @@ def test_the_accountant_agrees_with_integration_and_is_below_the_published_bound
     assert 1.0 <= setting.bound / found <= 1.35
 
 
-def test_three_settings_are_published():
+def test_example_has_three_settings():
     assert len(AUDIT.SETTINGS) == 3
 
 
@@ -72,7 +72,7 @@ def the_same_noise_in_each_run(seed):
 
 
 def longer_updates(seed):
-    """Updates of eight times the clip, with the noise of the clip."""
+    """Return updates of eight times the clip, with noise for the clip."""
     return replace(less_noise(seed), clip=4.0)
 
 

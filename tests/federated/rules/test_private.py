@@ -1,4 +1,4 @@
-"""Private: bounded updates, noise of the stated size on their sum, participations counted, refusals by name."""
+"""Tests of Private: bounded updates, noise of the documented size, counted participations, and rejections."""
 
 import math
 import re
@@ -47,7 +47,7 @@ LAWS, MUTANTS, law, caught_by = CATALOGUE.laws, CATALOGUE.mutants, CATALOGUE.law
 
 
 def play(rule, seed, rounds, clients=range(4), space=SPACE):
-    """Models, states and numbers of some stale updates, each client's memory kept."""
+    """Return the models, states and numbers of several stale updates. The client states are stored."""
     models, states, told, memories = [draw(seed, P)], [], [], {}
     state = rule.init(space, models[0])
     for i in range(rounds):
@@ -66,7 +66,10 @@ def play(rule, seed, rounds, clients=range(4), space=SPACE):
 
 @law
 def one_update_moves_a_sum_by_no_more_than_its_bound(kit):
-    """Of however long an update, beside the same run with a zero in its place; less for a late one."""
+    """Compare a run with one arbitrarily long update and a run with a zero update instead.
+
+    The difference is smaller for a late update.
+    """
     rule = kit.Private(kit.FedBuff(2), clip=0.5, noise=0.0)
     base, other = draw(0, P), 0.1 * draw(1, P)
     for late, share in ((0, 1.0), (3, 0.5)):
@@ -82,7 +85,7 @@ def one_update_moves_a_sum_by_no_more_than_its_bound(kit):
 
 @law
 def noise_has_the_stated_size(kit):
-    """By coordinate a normal number of deviation sigma C / K, of another key another one."""
+    """The noise in each coordinate is normal with the standard deviation sigma C / K. Another key gives other noise."""
     n = 40_000
     zero = torch.zeros(n).double()
     found = []
@@ -101,7 +104,10 @@ def noise_has_the_stated_size(kit):
 
 @law
 def another_sum_has_another_noise(kit):
-    """With the same key, version and client: who goes on from an older checkpoint releases no difference without any."""
+    """Two sums with the same key, version and client have different noise.
+
+    A server that was resumed from an older checkpoint therefore does not reveal the difference of two sums.
+    """
     rule = kit.Private(kit.FedBuff(1), clip=1.0, noise=1.0, seed=0)
     base = torch.zeros(1000).double()
     state = rule.init(Flat(1000), base)
@@ -139,7 +145,7 @@ test_every_law_holds, test_every_mutant_is_caught_by_its_laws = CATALOGUE.tests(
 
 
 @pytest.mark.parametrize("rule", SUMS, ids=lambda rule: type(rule).__name__)
-def test_without_noise_and_bound_it_is_the_rule_bit_for_bit(rule):
+def test_without_noise_and_bound_private_equals_its_rule(rule):
     plain, private = play(rule, 3, 7), play(Private(rule, math.inf, 0.0), 3, 7)
     assert all(map(torch.equal, plain[0], private[0]))
     assert len(plain[0]) == 3
@@ -148,8 +154,8 @@ def test_without_noise_and_bound_it_is_the_rule_bit_for_bit(rule):
 
 
 @pytest.mark.parametrize("rule", SUMS[1:], ids=lambda rule: type(rule).__name__)
-def test_what_a_rule_does_follows_from_the_noised_mean(rule):
-    """As with one update more, which is the noise: nothing reads the sum without it."""
+def test_private_rule_uses_only_the_noised_mean(rule):
+    """The noise acts like one more update, and the rule never reads the sum without noise."""
     models, states, _ = play(Private(rule, 1e6, 1e-6, seed=5), 3, 3)
     plain = play(rule, 3, 3)
     assert relative(models[1], plain[0][1]) >= 1e-3
@@ -160,7 +166,7 @@ def test_what_a_rule_does_follows_from_the_noised_mean(rule):
 
 @settings(max_examples=10)
 @given(seeds, st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
-def test_participations_are_the_largest_sum_of_squares(seed, clients):
+def test_participations_equal_the_largest_sum_of_squares(seed, clients):
     told = play(Private(FedBuff(3), 1.0, 0.0), seed, len(clients), clients)[2]
     for count, numbers in enumerate(told, 1):
         taken = {}
@@ -170,7 +176,7 @@ def test_participations_are_the_largest_sum_of_squares(seed, clients):
         assert numbers["participations"] == max(sum(m * m for m in mine.values()) for mine in taken.values())
 
 
-def test_who_has_taken_part_often_enough_is_refused_and_others_go_on():
+def test_client_at_participation_limit_is_rejected():
     server = Server(SPACE, Private(FedBuff(2), 1.0, 1.0, participations=2), torch.zeros(P))
     answers = [server.receive(server.dispatch(client), Payload(torch.ones(1, P), 1)) for client in "abaccab"]
     assert [answer.accepted for answer in answers] == [True] * 5 + [False, True]
@@ -179,7 +185,7 @@ def test_who_has_taken_part_often_enough_is_refused_and_others_go_on():
 
 
 @pytest.mark.parametrize("rule", [SUMS[2], FADAS(2), Momentum(Private(FedBuff(2), 0.5, 1.0))], ids=str)
-def test_resumed_it_goes_on_bit_for_bit(rule, tmp_path):
+def test_resumed_private_rule_is_bitwise_equal(rule, tmp_path):
     rule = rule if isinstance(rule, Momentum) else Private(rule, 0.5, 1.0)
     one = Server(SPACE, rule, torch.zeros(P), durability=Durability(journal=tmp_path / "journal"))
     for i in range(3):
@@ -202,7 +208,7 @@ def test_resumed_it_goes_on_bit_for_bit(rule, tmp_path):
     three.close()
 
 
-def test_every_server_has_a_secret_of_its_own():
+def test_every_server_has_its_own_secret():
     zero = torch.zeros(P)
     rule = Private(FedBuff(1), 1.0, 1.0)
     models = [rule.step(SPACE, rule.init(SPACE, zero), Update(0, zero, zero, zero[None]))[1].model for _ in range(2)]
@@ -211,7 +217,7 @@ def test_every_server_has_a_secret_of_its_own():
     assert seeded[0] == seeded[1] != seeded[2]
 
 
-def test_the_front_door_keeps_count_of_clients():
+def test_aggregate_counts_the_participations_of_clients():
     rule, model = Private(FedBuff(1), 1.0, 1.0), {"w": torch.zeros(4, dtype=torch.bfloat16)}
     state, told = None, []
     for client in "aab":
@@ -238,7 +244,7 @@ WHY = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_is_taken_or_refused_by_name_with_the_reason(name):
+def test_private_accepts_each_rule_or_states_the_reason(name):
     (rule, *_) = [rule for rule in golden().values() if type(rule).__name__ == name]
     if name in {type(rule).__name__ for rule in SUMS}:
         if getattr(rule, "weighted", False):
@@ -251,7 +257,7 @@ def test_every_rule_is_taken_or_refused_by_name_with_the_reason(name):
 
 
 def descended(rule):
-    """A step on a pseudo-gradient."""
+    """Take a step along a pseudo-gradient."""
     zero = torch.zeros(P)
     return rule.step(SPACE, rule.init(SPACE, zero), Update(0, zero, zero, (zero,), is_pseudo_gradient=True))
 
@@ -307,13 +313,13 @@ def descended(rule):
         (lambda: descended(Private(FedBuff(1), 1.0, 1.0)), "which an outer optimizer does not have"),
     ],
 )
-def test_what_would_break_the_promise_is_refused(make, words):
+def test_options_that_break_privacy_raise_argument_error(make, words):
     with pytest.raises(ArgumentError, match=words):
         make()
 
 
 def world(rule, special, *, noise=0.0, wrap=lambda rule: rule, **options):
-    """The models and receipts of a run of ten updates; the fourth one moves the whole model by `special`."""
+    """Return the models and receipts of a run of ten updates. The fourth update moves the whole model by `special`."""
     rule = wrap(Private(rule, 0.5, noise, seed=0))
     server = Server(SPACE, rule, torch.zeros(P), weights="uniform", **options)
     models, receipts = [], []
@@ -338,8 +344,8 @@ TWO_WORLDS = [
 @pytest.mark.parametrize("special", [NAN, math.inf, 3e38, 1e25])
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 @pytest.mark.parametrize("rule", TWO_WORLDS, ids=repr)
-def test_an_unusable_update_takes_its_place_as_a_zero_one(rule, noise, special):
-    """Two runs that differ in one update: it does not shift the later updates into other buffers."""
+def test_invalid_update_is_replaced_by_a_zero_update(rule, noise, special):
+    """Two runs differ in one update, which must not shift later updates into other buffers."""
     (odd, told), (zero, receipts) = (world(rule, x, noise=noise) for x in (special, 0.0))
     assert all(map(torch.equal, odd, zero))
     assert [receipt.version for receipt in told] == [receipt.version for receipt in receipts]
@@ -349,7 +355,7 @@ def test_an_unusable_update_takes_its_place_as_a_zero_one(rule, noise, special):
 
 @pytest.mark.parametrize("rule", [FedBuff(3), FedAdam(3, 0.1, weighted=False)], ids=repr)
 @pytest.mark.parametrize("clip", [None, 0.3])
-def test_it_does_so_in_a_momentum_and_with_a_clip(rule, clip):
+def test_invalid_update_is_replaced_with_momentum_and_clip(rule, clip):
     limits = UpdateLimits(clip=clip)
     runs = [world(rule, x, wrap=Momentum, limits=limits) for x in (NAN, 0.0)]
     assert all(map(torch.equal, *(models for models, _ in runs)))
@@ -387,7 +393,7 @@ def test_a_base_that_is_not_finite_counts_as_a_zero_update():
     assert not server.model.any()
 
 
-def test_receipts_say_how_much_was_left_of_an_update():
+def test_receipts_report_the_clipping_factor():
     server = Server(SPACE, Private(FedBuff(2), 0.5, 1.0), torch.zeros(P), limits=UpdateLimits(clip=1.0))
     for length, clip in ((0.25, 1.0), (0.75, 2 / 3), (4.0, 1 / 8)):
         point = torch.zeros(1, P)
@@ -398,21 +404,21 @@ def test_receipts_say_how_much_was_left_of_an_update():
         assert server.history[-1]["clip"] == pytest.approx(clip, rel=1e-6)
 
 
-def test_buffers_may_be_left():
+def test_private_allows_buffers_that_are_not_updated():
     server = Server.of(torch.nn.BatchNorm1d(2), Private(FedBuff(1), 1.0, 1.0), buffer_policy={"*": "leave"})
     assert isinstance(server.space, ParameterSpace)
     ticket = server.dispatch("a")
     assert server.receive_model(ticket, ticket.state_dict(), samples=1).accepted
 
 
-def test_a_weight_above_one_is_the_rules_fault():
+def test_weight_above_one_raises_rule_error():
     rule = Private(FedBuff(1, staleness=lambda late: 2.0), 1.0, 1.0)
     with pytest.raises(RuleError, match="staleness: expected a weight of at most 1 under Private, got 2"):
         rule.step(SPACE, rule.init(SPACE, draw(0, P)), Update(0, draw(0, P), draw(0, P), draw(1, 1, P)))
 
 
 def delta_of(epsilon, mu):
-    """Balle and Wang 2018, Theorem 8, in 30 digits."""
+    """Return delta by Balle and Wang 2018, Theorem 8, with 30 digits."""
     with mpmath.workdps(30):
         low, high = mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu
         return mpmath.ncdf(low) - mpmath.exp(epsilon) * mpmath.ncdf(high)
@@ -420,7 +426,7 @@ def delta_of(epsilon, mu):
 
 @pytest.mark.parametrize("sigma", [0.5, 1.1, 5.0])
 @pytest.mark.parametrize("n", [1, 20, 1000])
-def test_the_accountant_says_what_the_closed_form_says(sigma, n):
+def test_accountant_equals_the_closed_form(sigma, n):
     accounting = pytest.importorskip("manifoldagg.integrations.accounting")
     dp_accounting = pytest.importorskip("dp_accounting")
     epsilon = accounting.epsilon(sigma, participations=n, delta=1e-5)
@@ -434,7 +440,7 @@ def test_the_accountant_says_what_the_closed_form_says(sigma, n):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_the_accountant_names_what_is_out_of_range(monkeypatch):
+def test_accountant_names_arguments_out_of_range(monkeypatch):
     accounting = pytest.importorskip("manifoldagg.integrations.accounting")
     for options, words in (
         ({"noise": 0.0}, "noise: expected a finite number > 0"),

@@ -1,8 +1,8 @@
-r"""Exact fixed points: clients with quadratic losses $\tfrac12 (x - a_i)^\top H_i (x - a_i)$ that disagree.
+r"""Exact fixed points: clients with quadratic losses $\tfrac12 (x - a_i)^\top H_i (x - a_i)$ with different minima.
 
 K steps of gradient descent of rate η with the proximal term μ take the model x to $x + P_i (a_i - x)$, where
-$P_i = (I - (I - \eta A_i)^K) A_i^{-1} H_i$ and $A_i = H_i + \mu I$. So every rule that is linear in its models has a fixed
-point, or a cycle, that a linear system gives.
+$P_i = (I - (I - \eta A_i)^K) A_i^{-1} H_i$ and $A_i = H_i + \mu I$. Every rule that is linear in its models therefore has a
+fixed point or a cycle, which is the solution of a linear system.
 """
 
 import functools
@@ -33,14 +33,14 @@ PROBLEMS = [(hessian(i), 3 * draw(50 + i, D)) for i in range(CLIENTS)]
 
 @functools.cache
 def pull(i, mu):
-    """P_i."""
+    """Return the matrix P_i."""
     h, _ = PROBLEMS[i]
     a = h + mu * ONE
     return (ONE - torch.linalg.matrix_power(ONE - RATE * a, STEPS)) @ torch.linalg.solve(a, h)
 
 
 def answer(i, x, mu=0.0):
-    """The model that client i makes of x, in closed form."""
+    """Return the model that client i trains from x, in closed form."""
     return x + pull(i, mu) @ (PROBLEMS[i][1] - x)
 
 
@@ -50,7 +50,7 @@ def loss(theta, batch):
 
 
 def trained(i, x, mu):
-    """The same by the trainer."""
+    """Return the model that client i trains from x with the trainer."""
     make = clients.Proximal if mu else clients.Local
     trainer = make(steps=STEPS, optimizer=torch.optim.SGD, rate=RATE, proximal=mu)
     payload = trainer.train(SPACE, Message(x), loss, [PROBLEMS[i]], None, generator=torch.Generator())
@@ -63,7 +63,7 @@ def fixed_point(mu):
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.5])
-def test_the_trainers_take_the_steps_that_the_closed_form_says(mu):
+def test_trainers_equal_the_closed_form(mu):
     for i in range(CLIENTS):
         x = draw(i, D)
         # Five steps of a few roundings.
@@ -71,7 +71,7 @@ def test_the_trainers_take_the_steps_that_the_closed_form_says(mu):
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.5], ids=["FedAvg", "FedProx"])
-def test_fedavg_rests_at_its_fixed_point_with_trained_clients(mu):
+def test_fedavg_with_trained_clients_stays_at_its_fixed_point(mu):
     rule, model = FedAvg(CLIENTS), fixed_point(mu)
     state = rule.init(SPACE, model)
     for i, weight in enumerate(WEIGHTS):
@@ -88,7 +88,7 @@ def test_fedavg_rests_at_its_fixed_point_with_trained_clients(mu):
 
 @pytest.mark.parametrize("rule", [FedAvg(CLIENTS), FedAvg(CLIENTS, 0.5)], ids=str)
 @pytest.mark.parametrize("mu", [0.0, 0.5])
-def test_fedavg_converges_to_its_fixed_point_as_the_linear_system_says(rule, mu):
+def test_fedavg_converges_to_the_fixed_point_of_the_linear_system(rule, mu):
     model = start = draw(7, D)
     state = rule.init(SPACE, model)
     for _ in range(60):
@@ -103,7 +103,10 @@ def test_fedavg_converges_to_its_fixed_point_as_the_linear_system_says(rule, mu)
 
 
 def cycle(mixing, position):
-    """z_0, z_1, z_2 with client j arriving at version j of each round, its base the version after its last arrival."""
+    """Return the models z_0, z_1, z_2 of a cycle.
+
+    Client j returns at version j of each round, and its base is the version after its previous update.
+    """
     left = torch.zeros(CLIENTS * D, CLIENTS * D, dtype=torch.float64)
     right = torch.zeros(CLIENTS * D, dtype=torch.float64)
     for j in range(CLIENTS):
@@ -122,7 +125,7 @@ def cycle(mixing, position):
 
 
 def arrivals(rule, rounds, weight=1.0):
-    """The models of the last round when clients take turns."""
+    """Return the models of the last round of clients that take turns."""
     model = draw(3, D)
     state, bases, last = rule.init(SPACE, model), [model] * CLIENTS, []
     for tau in range(rounds * CLIENTS):
@@ -136,14 +139,14 @@ def arrivals(rule, rounds, weight=1.0):
 
 
 @pytest.mark.parametrize("staleness", [Constant(), Polynomial(0.5)], ids=str)
-def test_fedasync_runs_into_the_cycle_of_the_linear_system(staleness):
+def test_fedasync_converges_to_the_cycle_of_the_linear_system(staleness):
     expected = cycle(0.4 * staleness(CLIENTS - 1), position=True)
     assert relative(arrivals(FedAsync(0.4, staleness=staleness), 90), expected) <= 1e-10
     assert relative(expected[0], expected[1]) > 1e-3
 
 
 @pytest.mark.parametrize("rule", [ASGD(0.5), FedBuff(1, 0.5, staleness=Constant())], ids=lambda r: type(r).__name__)
-def test_asgd_runs_into_the_cycle_of_the_linear_system(rule):
+def test_asgd_converges_to_the_cycle_of_the_linear_system(rule):
     expected = cycle(0.5, position=False)
     assert relative(arrivals(rule, 90), expected) <= 1e-10
     assert relative(expected[0], expected[1]) > 1e-3

@@ -1,4 +1,7 @@
-"""Median, trimmed mean and Krum: the literature's definitions, and how many liars each bears."""
+"""Tests of the median, the trimmed mean and Krum.
+
+The tests check the published definitions, and the number of attackers that each rule tolerates.
+"""
 
 import math
 
@@ -31,7 +34,7 @@ LAWS, MUTANTS, law, caught_by = CATALOGUE.laws, CATALOGUE.mutants, CATALOGUE.law
 
 
 def went(rule, displacements, late=None):
-    """How far the model goes by these, each from a base of its own."""
+    """Return the movement of the model for updates that have different bases."""
     k = len(displacements)
     dtype = displacements.dtype
     current = draw(1, P, dtype=dtype)
@@ -45,7 +48,10 @@ def went(rule, displacements, late=None):
 
 
 def literature(name, x, f=1, m=1):
-    """Yin et al. 2018, definitions 1 and 2; Blanchard et al. 2017, section 4; row by row of an array (K, P)."""
+    """Return the result by Yin et al.
+
+    2018, Definitions 1 and 2, or Blanchard et al. 2017, Section 4, for an array (K, P).
+    """
     x = x.double().numpy()
     k = len(x)
     if name == "Median":
@@ -85,7 +91,10 @@ for each in GOLDEN:
 
 @law
 def the_middle_stays_in_the_range_of_the_honest(kit):
-    """With as many liars as they bear, whatever these say, as long as the intake lets it through."""
+    """The result stays in the range of the honest updates.
+
+    This holds for as many attackers as the rule tolerates, whatever valid updates they send.
+    """
     for k in (3, 4, 7):
         f = (k - 1) // 2
         for name in ("Median", "TrimmedMean"):
@@ -163,7 +172,7 @@ def test_the_order_of_updates_does_not_matter(name, k, f, m, seed):
 @cases
 @settings(max_examples=6)
 @given(seeds)
-def test_what_all_add_the_step_adds(name, k, f, m, seed):
+def test_robust_step_is_translation_equivariant(name, k, f, m, seed):
     x, shift = draw(seed, k, P), draw(seed + 1, P)
     rule = made(name, k, f, m)
     assert relative(went(rule, x + shift), went(rule, x) + shift) <= 1e-12
@@ -172,7 +181,7 @@ def test_what_all_add_the_step_adds(name, k, f, m, seed):
 @pytest.mark.parametrize(
     ("name", "k", "f", "liars"), [("Median", 7, 3, 4), ("Median", 8, 3, 4), ("TrimmedMean", 8, 2, 3), ("Krum", 8, 2, 5)]
 )
-def test_one_liar_more_leads_it_anywhere(name, k, f, liars):
+def test_one_attacker_above_the_limit_controls_the_step(name, k, f, liars):
     for far in (1e3, 1e6, 1e9):
         x = torch.cat([draw(0, k - liars, P), torch.full((liars, P), far, dtype=torch.float64)])
         # The median of an even number is half-way, the trimmed mean one part of those that are left.
@@ -180,8 +189,11 @@ def test_one_liar_more_leads_it_anywhere(name, k, f, liars):
         assert (went(made(name, k, f), x) >= least).all()
 
 
-def test_krum_is_resilient_as_blanchard_et_al_say():
-    r"""Proposition 1: $\|E\,Kr - g\|^2 \le \eta^2 d \sigma^2$, so that it has an angle with g of less than 90°."""
+def test_krum_satisfies_the_resilience_bound_of_blanchard_et_al():
+    r"""Proposition 1: $\|E\,Kr - g\|^2 \le \eta^2 d \sigma^2$.
+
+    The angle between the expectation and g is therefore less than 90°.
+    """
     n, f, d, sigma = 11, 2, 5, 0.1
     eta2 = 2 * (n - f + (f * (n - f - 2) + f**2 * (n - f - 1)) / (n - 2 * f - 2))
     g = np.ones(d)
@@ -199,14 +211,14 @@ def test_krum_is_resilient_as_blanchard_et_al_say():
 
 @settings(max_examples=10)
 @given(seeds, st.integers(1, 12), st.sampled_from([torch.float32, torch.float64]))
-def test_sort_sorts(seed, k, dtype):
+def test_odd_even_sort_equals_torch_sort(seed, k, dtype):
     x = draw(seed, k, 20, dtype=dtype)
     x[:, :5] = x[:, :5].round()
     found = oddeven_sort([row.clone() for row in x], torch.empty(20, dtype=dtype))
     assert torch.equal(torch.stack(found), x.sort(0).values)
 
 
-def test_half_precision_models_are_taken_in_single_precision():
+def test_half_precision_models_are_processed_in_single_precision():
     from manifoldagg import aggregate
 
     for dtype in (torch.float16, torch.bfloat16):
@@ -218,7 +230,7 @@ def test_half_precision_models_are_taken_in_single_precision():
         assert model["w"].tolist() == [2.0] * 3
 
 
-def test_no_more_is_believed_of_who_claims_more_samples():
+def test_claimed_samples_do_not_change_robust_step():
     x = draw(0, 3, P)
     current = torch.zeros(P, dtype=torch.float64)
     for rule in (Median(3, staleness=FRESH), Krum(3, num_byzantine=0, staleness=FRESH)):
@@ -234,7 +246,7 @@ def test_no_more_is_believed_of_who_claims_more_samples():
 
 @settings(max_examples=8)
 @given(seeds)
-def test_on_a_sphere_krum_goes_to_one_of_them_or_their_mean(seed):
+def test_krum_on_a_sphere_selects_an_update_or_a_mean(seed):
     space = Sphere(4)
     generator = torch.Generator().manual_seed(seed)
     x = space.random_point(generator=generator, dtype=torch.float64)
@@ -251,7 +263,7 @@ def test_on_a_sphere_krum_goes_to_one_of_them_or_their_mean(seed):
     assert [i] == krum.krum_select((tangents @ tangents.T).numpy(), 1, 1)
 
 
-def test_where_leaves_are_of_low_rank_krum_chooses_a_matrix():
+def test_krum_on_low_rank_leaves_selects_a_matrix():
     space = LowRank(5, 4, 2)
     current = space.random_point(generator=torch.Generator().manual_seed(0))
     near = [space.project(current + 0.01 * draw(i, *current.shape, dtype=torch.float32)) for i in range(4)]
@@ -288,7 +300,7 @@ def test_where_leaves_are_of_low_rank_krum_chooses_a_matrix():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(make, message):
+def test_invalid_options_and_spaces_are_rejected(make, message):
     with pytest.raises(ArgumentError, match=message):
         make()
 
@@ -296,7 +308,7 @@ def test_what_does_not_fit_is_refused(make, message):
 @pytest.mark.parametrize(
     "rule", [Median(3), TrimmedMean(3, trim=1), Krum(3, num_byzantine=0)], ids=lambda r: type(r).__name__
 )
-def test_a_displacement_that_could_overflow_is_refused_and_the_others_go_on(rule):
+def test_displacement_that_could_overflow_is_rejected(rule):
     base = torch.zeros(P)
     state = rule.init(SPACE, base)
     for _ in range(3):

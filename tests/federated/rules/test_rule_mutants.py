@@ -1,4 +1,4 @@
-"""Deliberately wrong rules: each must be caught by the laws named beside it."""
+"""Mutants of rules, each with the laws that must detect it."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ def update(seed, n=1, **known):
 
 
 def play(rule, *updates):
-    """The state after some updates, and the last outcome."""
+    """Return the state after several updates, and the last outcome."""
     state = rule.init(SPACE, updates[0].current)
     for given_ in updates:
         state, outcome = rule.step(SPACE, state, given_)
@@ -41,7 +41,7 @@ def moved(rule, *updates):
 
 
 def plain(tree):
-    """A tree with lists of numbers for tensors."""
+    """Return a tree with lists of numbers in place of tensors."""
     if isinstance(tree, dict):
         return {key: plain(value) for key, value in tree.items()}
     if isinstance(tree, tuple):
@@ -121,7 +121,10 @@ def fedbuff_answers_the_golden_scalar(k):
 
 @law
 def a_normalised_fedbuff_weighs_by_the_data(k):
-    """Of 1 sample in all, then 3 of 4: their mean has them 1 to 3, whatever the totals were when they came."""
+    """The first update has 1 sample of 1 known sample, and the second has 3 of 4.
+
+    Their mean has the weights 1 to 3, although other totals were known when they arrived.
+    """
     first, second = update(40, weight=1.0, share=1.0), update(42, weight=0.75, share=3.0)
     rule = k.FedBuff(2, staleness=Constant(), normalise=True, weighted=True)
     assert relative(moved(rule, first, second), (displacement(first) + 3 * displacement(second)) / 4) <= 1e-13

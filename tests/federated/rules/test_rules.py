@@ -1,4 +1,4 @@
-"""Rules: closed forms of one step, equivalences between rules, and what they refuse."""
+"""Tests of rules: closed forms of one step, equivalences between rules, and rejected inputs."""
 
 import copy
 import importlib
@@ -70,7 +70,7 @@ def step(rule, given_, state=None):
 
 
 @given(seeds, st.floats(0.01, 1), st.integers(0, 9))
-def test_fedasync_mixes_models(seed, rate, late):
+def test_fedasync_interpolates_models(seed, rate, late):
     given_ = update(seed, staleness=late)
     for staleness in (Constant(), Hinge(0.5, 3.0), Polynomial(0.5)):
         mixing = rate * staleness(late)
@@ -79,12 +79,12 @@ def test_fedasync_mixes_models(seed, rate, late):
 
 
 @given(seeds)
-def test_fedasync_at_rate_one_is_the_clients_model_bit_for_bit(seed):
+def test_fedasync_at_rate_one_returns_the_client_model(seed):
     given_ = update(seed, dtype=torch.float32)
     assert torch.equal(step(FedAsync(1.0), given_)[1].model, given_.points[0])
 
 
-def test_the_share_of_fedasync_is_at_most_one_without_weights():
+def test_fedasync_rate_without_weights_is_at_most_one():
     with pytest.raises(ArgumentError) as caught:
         FedAsync(rate=3.0)
     assert str(caught.value) == (
@@ -106,7 +106,7 @@ def test_linear_rules_step_along_the_corrected_displacement(seed, rate, weight):
 
 
 @given(seeds)
-def test_surgery_on_the_position_reads_another_update(seed):
+def test_surgery_on_the_position_uses_the_position_difference(seed):
     given_ = update(seed)
     g, v = given_.current - given_.base, given_.points[0] - given_.current
     expected = given_.current + 0.5 * (v - min(0.0, (v @ g).item()) / (g @ g) * g)
@@ -114,8 +114,8 @@ def test_surgery_on_the_position_reads_another_update(seed):
 
 
 @given(seeds, st.integers(1, 4), st.floats(0.01, 1.5), st.sampled_from([-1.0, 0.0, 1.0]), st.floats(0, 1))
-def test_asyncbezier_is_the_paper_step_by_step(seed, n, rate, threshold, decay):
-    """Manifold Algorithm 1, written out with materialised vectors."""
+def test_asyncbezier_equals_transcription_of_the_paper(seed, n, rate, threshold, decay):
+    """Transcription of Manifold, Algorithm 1, with explicit vectors."""
     given_ = update(seed, n)
     psi = OrthoDC(threshold)(SPACE, given_.base, given_.current, given_.points - given_.base)
     candidate, drift = psi[-1].norm().item(), (given_.current - given_.base).norm().item()
@@ -152,7 +152,7 @@ def test_a_step_writes_only_into_out(seed, rule, dtype):
 
 
 class Counting:
-    """How often the kernels are called, and how large the tensors are that appear meanwhile."""
+    """Counter of kernel calls, which also records the size of new tensors."""
 
     def __init__(self, monkeypatch):
         self.calls = {"gram": 0, "combine": 0}
@@ -186,7 +186,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("rule", MOVING, ids=lambda rule: type(rule).__name__)
-def test_a_step_is_one_gram_and_one_combine_without_temporaries(rule, monkeypatch):
+def test_step_calls_gram_and_combine_once_without_temporaries(rule, monkeypatch):
     size = 600_000
     base, current, point = draw(0, 3, size, dtype=torch.float32)
     space = Flat(size)
@@ -201,7 +201,7 @@ def test_a_step_is_one_gram_and_one_combine_without_temporaries(rule, monkeypatc
     assert all(nbytes < 4 * size for pointer, nbytes in seen.sizes.items() if pointer not in known)
 
 
-def test_a_waiting_step_allocates_its_buffer_alone():
+def test_buffering_step_allocates_only_its_buffer():
     size = 600_000
     base, current, point = draw(0, 3, size, dtype=torch.float32)
     rule, space = FedBuff(3), Flat(size)
@@ -218,7 +218,7 @@ TENSORS = ParameterSpace.of_state_dict({"a": torch.zeros(2, 3).double(), "b": to
 
 
 @given(seeds, st.sampled_from([-0.5, 0.0, 1.0]), st.integers(1, 3))
-def test_a_correction_of_each_tensor_corrects_each_by_itself(seed, threshold, n):
+def test_tensor_granularity_corrects_each_tensor_separately(seed, threshold, n):
     base, current = draw(seed, 2, 11)
     points = draw(seed + 1, n, 11)
     finer = OrthoDC(threshold, granularity="tensor")
@@ -233,7 +233,7 @@ def test_a_correction_of_each_tensor_corrects_each_by_itself(seed, threshold, n)
     assert outcome.numbers["step"] == pytest.approx(s, rel=1e-9)
 
 
-def test_what_cancels_in_every_tensor_is_read_again():
+def test_cancellation_in_every_tensor_triggers_recomputation():
     base, current = draw(0, 2, 11)
     near = base + 0.7 * (current - base) + 1e-9 * draw(3, 11)
     rule = AsyncCorrected(1.0, correction=OrthoDC(1.0, granularity="tensor"))
@@ -253,7 +253,7 @@ STATEFUL = [
 
 
 @pytest.mark.parametrize("correction", STATEFUL, ids=lambda correction: type(correction).__name__)
-def test_corrections_that_remember_do_so_in_the_rules_state(correction):
+def test_corrections_with_memory_use_the_state_of_the_rule(correction):
     rule = AsyncCorrected(0.5, correction=correction)
     state, theirs = rule.init(TENSORS, torch.zeros(11).double()), None
     current = torch.zeros(11).double()
@@ -271,7 +271,7 @@ def test_corrections_that_remember_do_so_in_the_rules_state(correction):
 
 
 def same(a, b):
-    """Trees with the same entries."""
+    """Return whether two trees have equal entries."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -282,7 +282,7 @@ def same(a, b):
 
 
 @given(seeds, st.floats(0.1, 0.9))
-def test_momentum_carries_on(seed, beta):
+def test_momentum_repeats_previous_steps(seed, beta):
     rule = Momentum(ASGD(0.5), beta=beta)
     state, model, velocity = rule.init(SPACE, torch.zeros(9)), draw(seed, 9), 0.0
     for i in range(4):
@@ -294,7 +294,7 @@ def test_momentum_carries_on(seed, beta):
         model = outcome.model
 
 
-def test_momentum_waits_where_its_rule_does():
+def test_momentum_buffers_like_its_inner_rule():
     rule = Momentum(FedBuff(2), beta=0.5)
     state = rule.init(SPACE, torch.zeros(9))
     state, outcome = rule.step(SPACE, state, update(0))
@@ -305,8 +305,8 @@ def test_momentum_waits_where_its_rule_does():
 
 
 @pytest.mark.parametrize("smoothed", [True, False])
-def test_clients_that_answer_often_are_held_back(smoothed):
-    """Report: the rate times 1 / (N p_i), clamped to 1, p_i with this update in it."""
+def test_dominance_reduces_the_rate_of_frequent_clients(smoothed):
+    """Report: the rate is multiplied by 1 / (N p_i), at most 1. p_i includes the current update."""
     rule = ASGD(0.6, dominance=Dominance(4, smoothed=smoothed))
     state, memories, counts = rule.init(SPACE, torch.zeros(9)), {}, {}
     for k, client in enumerate("aababacaad", 1):
@@ -327,7 +327,7 @@ def test_rates_can_follow_the_version():
     assert asked == [0, 1]
 
 
-def test_penalties():
+def test_staleness_penalty_scales_the_rate():
     assert staleness_penalty(0.0, 5.0, 1.0) == 1.0
     assert staleness_penalty(1.0, 5.0, 0.0) == 1.0
     assert staleness_penalty(0.5, 3.0, 1.0) == 2.0
@@ -337,7 +337,7 @@ def test_penalties():
     assert step(AsyncBezier(0.01, decay=1.0, penalty_limit=3.0), near)[1].numbers["rate"] == pytest.approx(0.03)
 
 
-def test_a_rate_above_one_is_clamped_or_extends():
+def test_rate_above_one_is_clamped_or_extrapolates():
     given_ = update(0)
     corrected = OrthoDC(1.0)(SPACE, given_.base, given_.current, given_.points - given_.base)[0]
     assert relative(step(FedOrtho(3.0), given_)[1].model, given_.current + corrected) <= 1e-14
@@ -346,7 +346,7 @@ def test_a_rate_above_one_is_clamped_or_extends():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_an_update_that_did_not_move_leaves_the_model(rule):
+def test_zero_update_does_not_change_the_model(rule):
     base = draw(0, 9)
     still = Update(0, base, base, base[None])
     _, outcome = step(rule, still)
@@ -354,15 +354,15 @@ def test_an_update_that_did_not_move_leaves_the_model(rule):
     assert math.isnan(outcome.numbers["cosine"])
 
 
-def test_fedasync_takes_the_clients_model_from_far_away():
-    """The base drops out of the position reading to the last digit."""
+def test_fedasync_with_distant_base_is_accurate():
+    """The base cancels exactly in the position form."""
     given_ = Update(0, *(torch.tensor([x], dtype=torch.float64) for x in (1e20, 3.0)), torch.tensor([[1.0]]).double())
     assert step(FedAsync(1.0), given_)[1].model.item() == 1.0
 
 
 @given(seeds, st.floats(-12, -3))
-def test_small_corrections_keep_their_size(seed, exponent):
-    """An update that is nearly the current model, or nearly parallel to the drift, moves by what is left of it."""
+def test_small_corrections_are_accurate(seed, exponent):
+    """An update near the current model, or nearly parallel to the drift, moves the model by the small remainder."""
     base, current, other = draw(seed, 3, 9)
     near = (current + 10**exponent * other)[None]
     _, outcome = step(FedAsync(1.0), Update(0, base, current, near))
@@ -379,7 +379,7 @@ def test_small_corrections_keep_their_size(seed, exponent):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_step_has_no_derivative_and_says_so():
+def test_differentiating_a_step_raises_an_error():
     base, current, point = draw(0, 3, 9)
 
     def model(p):
@@ -390,7 +390,7 @@ def test_a_step_has_no_derivative_and_says_so():
         torch.func.jvp(model, (point,), (point,))
 
 
-def test_staleness_weights():
+def test_staleness_weights_equal_their_formulas():
     assert [Hinge(10.0, 4.0)(x) for x in (0, 4, 5)] == [1.0, 1.0, 1 / 11]
     assert Polynomial(1.0)(1) == 0.5
     assert all(isinstance(rule, Rule) for rule in RULES)
@@ -455,6 +455,6 @@ def update_far():
         (lambda: step(ASGD(1.0), Update(0, torch.zeros(9), torch.zeros(9), torch.full((1, 9), 3e38) * 1e200)), "points"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

@@ -1,4 +1,4 @@
-"""Deliberately wrong versions of the rules for stale clients: each must be caught by the laws named beside it."""
+"""Mutants of the rules for stale clients, each with the laws that must detect it."""
 
 import itertools
 import math
@@ -30,7 +30,10 @@ LAWS, MUTANTS, law, caught_by = CATALOGUE.laws, CATALOGUE.mutants, CATALOGUE.law
 
 
 def went(rule, *moves, base=None):
-    """How far each displacement (client, move, further facts) took the model, `None` while it waits."""
+    """Return the movement of the model for each displacement (client, move, options).
+
+    The entry is `None` if the update is buffered.
+    """
     model, memories, steps = ZERO, {}, []
     state = rule.init(SPACE, model)
     for client, move, *facts in moves:

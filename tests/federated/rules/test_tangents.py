@@ -1,4 +1,7 @@
-"""Rules in the tangent space of low-rank leaves, `transport="projection"`: by dense projections and by small steps."""
+"""Tests of rules in the tangent space of low-rank leaves (`transport="projection"`).
+
+They use dense projections and small steps as references.
+"""
 
 from dataclasses import replace
 
@@ -49,7 +52,7 @@ RULES = [
 
 
 def near(space, seed, count, size=0.3):
-    """A current point, a base and further points, all about `size` apart."""
+    """Return a current point, a base and further points with mutual distances of about `size`."""
     generator = torch.Generator().manual_seed(seed)
     current = space.random_point(generator=generator, dtype=torch.float64)
     others = space.random_point(count, generator=generator, dtype=torch.float64)
@@ -57,7 +60,7 @@ def near(space, seed, count, size=0.3):
 
 
 def taken(rule, space, base, current, points):
-    """The outcome of the first update that moves the model."""
+    """Return the outcome of the first update that moves the model."""
     state = rule.init(space, current)
     for _ in range(3):
         state, outcome = rule.step(space, state, Update(0, base, current, torch.stack([*points])))
@@ -101,8 +104,8 @@ SMOOTH = [rule for rule in RULES if not isinstance(rule, FedGS | AsyncFedED) and
 @pytest.mark.parametrize("rule", SMOOTH, ids=lambda rule: type(rule).__name__)
 @settings(max_examples=3)
 @given(seed=seeds)
-def test_it_is_the_step_of_the_matrices_to_third_order(rule, seed):
-    """Half as far apart: an eighth as much between the two."""
+def test_step_equals_the_dense_step_to_third_order(rule, seed):
+    """If the distances are halved, the difference between the two steps is divided by eight."""
     plain = Momentum(ASGD(0.5)) if isinstance(rule, Momentum) else replace(rule, transport=None)
     apart = []
     for size in (1e-3, 5e-4):
@@ -117,7 +120,7 @@ def test_it_is_the_step_of_the_matrices_to_third_order(rule, seed):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 @settings(max_examples=3)
 @given(seed=seeds, condition=conditions)
-def test_nothing_depends_on_the_gauge(rule, seed, condition):
+def test_step_does_not_depend_on_the_gauge(rule, seed, condition):
     given_ = near(SPACE, seed, 4 if isinstance(rule, AsyncBezier) else 2, 0.1)
     others = [turned(SPACE, x, *gauge(seed + i, 2, condition)) for i, x in enumerate(given_)]
     models = []
@@ -130,8 +133,8 @@ def test_nothing_depends_on_the_gauge(rule, seed, condition):
 
 
 @pytest.mark.parametrize("rule", RULES[:4], ids=lambda rule: type(rule).__name__)
-def test_at_a_lower_rank_it_is_the_step_of_the_matrices_and_says_so(rule):
-    """An adapter as it begins: B = 0."""
+def test_step_at_lower_rank_equals_the_dense_step_and_reports_it(rule):
+    """Test with an adapter at its initialisation, B = 0."""
     current, base, point = near(MIXED, 0, 2)
     parts = MIXED.split(current)
     parts["q"] = torch.cat([torch.zeros(6, 2).double(), parts["q"][6:]])
@@ -144,7 +147,7 @@ def test_at_a_lower_rank_it_is_the_step_of_the_matrices_and_says_so(rule):
     assert torch.equal(outcome.model, taken(plain, SPACE, *alone[1:3], [alone[3]]).model)
 
 
-def test_a_server_moves_from_there_into_the_tangent_space(tmp_path):
+def test_server_moves_from_lower_rank_into_the_tangent_space(tmp_path):
     start = torch.cat([torch.zeros(6, 2), draw(0, 5, 2, dtype=torch.float32)])
     rule = FedBuff(2, **OPTION)
     server = Server(SPACE, rule, start)
@@ -165,12 +168,12 @@ def test_a_server_moves_from_there_into_the_tangent_space(tmp_path):
     assert torch.equal(server.model, other.model)
 
 
-def test_what_nobody_moves_keeps_its_bits():
+def test_zero_update_leaves_the_model_bitwise_equal():
     current, base, _ = near(MIXED, 0, 2)
     outcome = taken(FedAsync(0.5, **OPTION), MIXED, base, current, [current.clone()])
     assert torch.equal(outcome.model, current)
 
 
-def test_what_is_curved_or_flat_otherwise_is_refused_as_before():
+def test_projection_transport_is_rejected_on_flat_space():
     with pytest.raises(ArgumentError, match="transport: expected None on a flat space"):
         FedAsync(**OPTION).init(Flat(3), torch.zeros(3))

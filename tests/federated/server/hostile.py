@@ -1,4 +1,7 @@
-"""What a hostile hour brings: signals at every instant, forks, a watch for what waits for ever; and whom it meets."""
+"""Tools for fault injection in a server.
+
+They provide signals at every call, forks, detection of deadlocks, and servers with a history.
+"""
 
 import _thread
 import dis
@@ -30,15 +33,18 @@ COMES, STUCK, RINGS = signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM
 
 
 class Interrupted(BaseException):
-    """What a handler raises; a `KeyboardInterrupt` in all but its name."""
+    """Exception that a signal handler raises. It is not a `KeyboardInterrupt`, but must be handled like one."""
 
 
 class Stuck(BaseException):
-    """Something waited for ever, and was woken."""
+    """Exception that wakes a thread that waits forever."""
 
 
 class _Signal(int):
-    """Reading `now` is as if this signal had come: alone such a look is none of the points at which Python handles one."""
+    """Integer whose attribute `now` simulates a signal when it is read.
+
+    The read itself is not a point at which Python handles signals.
+    """
 
     now = property(_thread.interrupt_main)
 
@@ -48,7 +54,10 @@ _COMES = _Signal(COMES)
 
 @cache
 def _calling(code):
-    """Where a frame of the package calls, or jumps back: Python handles a signal after these, and as a function begins."""
+    """Return the offsets of the instructions of the package that call or jump back.
+
+    Python handles signals after them and at the start of a function. The result is `None` for code of other packages.
+    """
     if not code.co_filename.startswith(PACKAGE):
         return None
     ways = ("CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD", "BEFORE_WITH")
@@ -56,14 +65,14 @@ def _calling(code):
 
 
 class _Tripwire:
-    """A tracer that lets a signal come before a call, and says where; from then on nothing is traced.
+    """Tracer that sends one signal before a call, and records the place of the call.
 
-    Python itself says when it handles the signal: before the callee's first line, or after a call into C.
+    Python handles the signal before the callee's first line, or after a call into C. The tracer stops after the signal.
 
     Args:
-        past: where it has come already; it comes at a place that is not there.
-        skipped: how many such places it passes before.
-        deep: whether a place is a line of calls, and not the last of them alone.
+        past: the places of earlier signals. The signal is sent at a place that is not in this set.
+        skipped: the number of such places that are skipped before the signal.
+        deep: whether a place is the whole call stack instead of its last call.
     """
 
     def __init__(self, past, skipped=0, deep=False):
@@ -100,7 +109,7 @@ class _Tripwire:
 
 @contextmanager
 def handling(number, handler):
-    """A handler of a signal for a while. What a finaliser swallows of it is no error: it was interrupted there."""
+    """Install a signal handler in a `with` block. An exception that a finaliser suppresses is not an error."""
     before = signal.signal(number, handler)
     hook = sys.unraisablehook
     sys.unraisablehook = lambda given: None if isinstance(given.exc_value, Interrupted) else hook(given)
@@ -116,7 +125,10 @@ def _interrupts(*_):
 
 
 def signalled(act, past, handler=_interrupts, **places):
-    """Run `act` with a signal before its first call at a place that is not in `past`: where that was, if there is one."""
+    """Run `act` with a signal before its first call at a place that is not in `past`.
+
+    Return this place, or `None` if there is none.
+    """
     wire = _Tripwire(past, **places)
     before = sys.gettrace()
     with handling(COMES, handler):
@@ -131,17 +143,17 @@ def signalled(act, past, handler=_interrupts, **places):
 
 
 def everywhere(make, act, check, handler=lambda scene: _interrupts, **places):
-    """Run `act` on a new scene with a signal at every place where the package calls, one each; `check(scene)` after it.
+    """Run `act` on a new scene for every place where the package makes a call, with a signal at this place.
 
     Args:
-        make: of a scene.
-        act: on a scene.
-        check: of a scene, afterwards.
-        handler: of the signal, from a scene; without it the signal interrupts.
-        places: as for the tripwire.
+        make: a function that returns a new scene.
+        act: a function of a scene, which the signal interrupts.
+        check: a function of the scene that is called after `act`.
+        handler: a function from a scene to the signal handler. By default, the signal raises `Interrupted`.
+        places: options of the tracer.
 
     Returns:
-        How many places there were.
+        The number of places.
     """
     past = set()
     while True:
@@ -158,7 +170,7 @@ def everywhere(make, act, check, handler=lambda scene: _interrupts, **places):
 
 @contextmanager
 def watched(patience=PATIENCE):
-    """Wake the main thread where it waits for ever: `Stuck`."""
+    """Wake the main thread with `Stuck` if it waits forever."""
 
     def wakes(*_):
         raise Stuck("the main thread waits for itself")
@@ -176,7 +188,7 @@ def watched(patience=PATIENCE):
 
 
 def rung(act, seconds):
-    """Run `act` with a real signal after so many seconds, and say whether that interrupted it."""
+    """Run `act` with a real signal after the given number of seconds, and return whether the signal interrupted it."""
     # As long as nobody waits for the signal it may come late, into what follows.
     armed = False
 
@@ -200,7 +212,7 @@ def rung(act, seconds):
 
 
 def forked(work: Callable[[], object], patience=PATIENCE):
-    """What `work()` returns, or raises, in a forked child; `Stuck` where the child has to be killed."""
+    """Return or raise the result of `work()` in a forked child. If the child has to be killed, raise `Stuck`."""
     out, into = os.pipe()
     child = os.fork()
     if child == 0:
@@ -227,7 +239,7 @@ def forked(work: Callable[[], object], patience=PATIENCE):
 
 
 class Clock:
-    """Seconds as a test sets them."""
+    """A clock whose time the test sets."""
 
     def __init__(self):
         self.now = 0.0
@@ -238,7 +250,7 @@ class Clock:
 
 @dataclass
 class Scene:
-    """A server with a past, the ticket that a test is about, and what was told of updates."""
+    """A server with a history, the ticket under test, and the published updates."""
 
     server: Server
     ticket: Ticket
@@ -248,7 +260,7 @@ class Scene:
     is_spilled: bool
 
     def payload(self, ticket=None):
-        """A displacement of one."""
+        """Return a payload with a displacement of 1."""
         start = (ticket or self.ticket).message.start
         return Payload(start[None] + 1, 1, base=None if self.retain_base else start)
 
@@ -258,7 +270,7 @@ class Scene:
 
 
 def scene(rule=Adds, retain_base=True, **options):
-    """A server at version 2, of which all three versions are out, and client memory is kept."""
+    """Return a server at version 2. All three versions are in flight, and client states are stored."""
     told = []
     clock = Clock()
     start = torch.zeros(P, dtype=torch.float64)
@@ -273,19 +285,19 @@ def scene(rule=Adds, retain_base=True, **options):
 
 
 def outside(server):
-    """What a server shows. What is kept for others may be in memory or in files."""
+    """Return the visible state of a server. Trees of other clients may be in memory or in files."""
     memory = server.memory
     kept = memory["versions"] + memory["clients"] + memory["spilled"]
     return server.model.tolist(), server.version, repr(server.history), memory["state"], kept, server.rejected
 
 
 def files(folder):
-    """What a server has spilled."""
+    """Return the spilled files of a server."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def quiet(scene):
-    """Nothing is stuck and nothing held: another update is taken, and when every ticket is gone only the model is kept."""
+    """Check that the server accepts another update, and that it stores only the model after all tickets end."""
     server = scene.server
     assert server._updates.lock.tickets == []
     assert scene.receive(server.dispatch("next", retain_base=scene.retain_base)).accepted

@@ -1,6 +1,7 @@
-"""A signal at every call that a server makes: an interrupt, a handler that asks the server, a collection, a fork.
+"""Tests with a signal at every call of a server. The signal interrupts, calls the server, collects garbage or forks.
 
-`test_hostile_hour.py` runs this in a process without the shape checks, whose own calls would be most of all.
+`test_hostile_hour.py` runs this file in a process without the shape checks, because most calls would be calls of these
+checks.
 """
 
 import gc
@@ -35,7 +36,7 @@ from tests.federated.server.hostile import (
 
 @pytest.fixture(autouse=True)
 def watchful(caplog, request):
-    """Whatever waits for ever is woken. What the server logs of it all is looked at elsewhere."""
+    """Wake every thread that waits forever. Other tests check what the server logs."""
     patience = PATIENCE * (60 if "soak" in request.keywords else 1)
     with caplog.at_level(logging.CRITICAL, "manifoldagg"), watched(patience):
         yield
@@ -52,7 +53,7 @@ FORMS = {
 
 
 def formed(form, folder):
-    """A scene of one of the forms."""
+    """Return one of the kinds of scenes."""
     options = dict(FORMS[form])
     if "averaging" in options:
         options["averaging"] = options["averaging"]()
@@ -62,7 +63,7 @@ def formed(form, folder):
 
 
 def interrupted_receives(form, folder, **places):
-    """Whenever it is interrupted: the same ticket again brings the receipt of the one update that there was."""
+    """Interrupt `receive` at every point, and check that a retry returns the receipt of the single applied update."""
     plain = formed(form, folder)
     receipt = plain.receive()
     expected = outside(plain.server)
@@ -80,18 +81,18 @@ def interrupted_receives(form, folder, **places):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_interrupted_receive_is_taken_once(form, tmp_path):
+def test_interrupted_receive_applies_update_once(form, tmp_path):
     # What differs in the others is a few lines.
     interrupted_receives(form, tmp_path, skipped=0 if form in ("plain", "averaged", "spilled") else 3)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("form", FORMS)
-def test_an_interrupted_receive_is_taken_once_however_it_came_there(form, tmp_path):
+def test_interrupted_receive_applies_update_once_on_every_call_path(form, tmp_path):
     interrupted_receives(form, tmp_path, deep=True)
 
 
-def test_an_interrupted_dispatch_holds_nothing_that_does_not_expire():
+def test_interrupted_dispatch_retains_only_expiring_tickets():
     def check(scene):
         assert scene.receive(scene.server.dispatch("c")).accepted
         quiet(scene)
@@ -99,7 +100,7 @@ def test_an_interrupted_dispatch_holds_nothing_that_does_not_expire():
     assert everywhere(scene, lambda scene: scene.server.dispatch("c"), check) > 20
 
 
-def test_an_interrupted_drop_is_done_or_can_be_done_again():
+def test_interrupted_drop_is_complete_or_repeatable():
     def check(scene):
         for _ in range(2):
             with suppress(ArgumentError):
@@ -110,7 +111,7 @@ def test_an_interrupted_drop_is_done_or_can_be_done_again():
     assert everywhere(scene, lambda scene: scene.server.drop(scene.ticket.id), check) > 2
 
 
-def test_an_interrupted_expire_can_be_done_again():
+def test_interrupted_expire_is_repeatable():
     def late():
         made = scene()
         made.clock.now = 61.0
@@ -124,7 +125,7 @@ def test_an_interrupted_expire_can_be_done_again():
     assert everywhere(late, lambda scene: scene.server.expire(), check) > 2
 
 
-def test_an_interrupted_close_can_be_done_again(tmp_path):
+def test_interrupted_close_is_repeatable(tmp_path):
     def check(scene):
         scene.server.close()
         assert mapped(tmp_path) == open_files(tmp_path) == []
@@ -133,7 +134,7 @@ def test_an_interrupted_close_can_be_done_again(tmp_path):
     assert everywhere(lambda: scene(memory_limit=0, spill=tmp_path), lambda scene: scene.server.close(), check) > 2
 
 
-def test_an_interrupted_save_leaves_a_whole_file_and_nothing_else(tmp_path):
+def test_interrupted_save_leaves_only_a_complete_file(tmp_path):
     path = tmp_path / "server"
     made = scene()
     made.server.save(path)
@@ -152,7 +153,10 @@ def test_an_interrupted_save_leaves_a_whole_file_and_nothing_else(tmp_path):
 
 
 def bombarded(count):
-    """So many interrupts of `receive` by a timer, at random; how many took an update twice, or lost its receipt."""
+    """Interrupt `receive` by a timer at random times.
+
+    Return how many calls applied an update twice or lost its receipt.
+    """
     dice = random.Random(0)
     made = scene(history_size=None)
     taken = 2
@@ -172,12 +176,12 @@ def bombarded(count):
     quiet(made)
 
 
-def test_signals_of_a_timer_during_receive():
+def test_timer_signals_during_receive_apply_each_update_once():
     bombarded(300)
 
 
 @pytest.mark.soak
-def test_thousands_of_signals_of_a_timer_during_receive():
+def test_thousands_of_timer_signals_during_receive_apply_each_update_once():
     bombarded(20_000)
 
 
@@ -190,14 +194,14 @@ ACTS = {
 
 
 def crowded():
-    """A scene with one more ticket out."""
+    """Return a scene with one more ticket in flight."""
     made = scene()
     made.other = made.server.dispatch("other")
     return made
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_a_handler_reads_drops_and_dispatches_whatever_it_interrupts(act):
+def test_signal_handler_may_read_drop_and_dispatch_at_any_point(act):
     undisturbed = crowded()
     before = outside(undisturbed.server)
     ACTS[act](undisturbed)
@@ -221,7 +225,7 @@ def test_a_handler_reads_drops_and_dispatches_whatever_it_interrupts(act):
     everywhere(crowded, ACTS[act], check, handler)
 
 
-def test_a_handler_reads_a_state_dict_during_receive():
+def test_signal_handler_may_read_a_state_dict_during_receive():
     net = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))
     space = ParameterSpace.of(net)
 
@@ -246,7 +250,7 @@ def test_a_handler_reads_a_state_dict_during_receive():
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_a_handler_that_receives_is_answered_or_told_why_not(act):
+def test_signal_handler_that_receives_gets_a_receipt_or_an_error(act):
     def make():
         made = crowded()
         made.errors = []
@@ -272,7 +276,7 @@ def test_a_handler_that_receives_is_answered_or_told_why_not(act):
 
 
 class Drops:
-    """Gives its ticket back when it is collected, and takes another."""
+    """Object that drops its ticket and dispatches another one when it is garbage collected."""
 
     def __init__(self, server):
         self.server = server
@@ -285,7 +289,7 @@ class Drops:
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_a_finaliser_drops_during_a_collection_at_any_instant(act):
+def test_finaliser_may_drop_a_ticket_during_garbage_collection(act):
     def make():
         made = scene()
         made.mortal = Drops(made.server).ticket
@@ -304,8 +308,8 @@ def test_a_finaliser_drops_during_a_collection_at_any_instant(act):
         gc.enable()
 
 
-def test_collections_at_every_allocation():
-    """What the collector itself begins, wherever that is."""
+def test_garbage_collection_at_every_allocation_is_safe():
+    """The garbage collector itself starts the collections."""
     made = scene()
     thresholds = gc.get_threshold()
     gc.set_threshold(1, 2, 2)
@@ -322,8 +326,8 @@ def test_collections_at_every_allocation():
     quiet(made)
 
 
-def test_a_fork_at_any_instant_of_an_update():
-    """A child reads the model of one version or the other, and its parent never notices."""
+def test_fork_at_any_point_of_an_update_is_safe():
+    """The child reads the model of either version, and the parent is not affected."""
 
     def handler(made):
         def forks(*_):

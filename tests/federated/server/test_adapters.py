@@ -1,4 +1,4 @@
-"""Parameter-efficient models: low-rank adapters move, the transformer that they sit on does not, to the last bit."""
+"""Tests of low-rank adapters: a server changes the adapters, and the frozen transformer stays bitwise equal."""
 
 import copy
 
@@ -31,7 +31,7 @@ SMALL = {"width": 16, "inner": 32, "layers": 2, "heads": 2, "rank": 2, "words": 
 
 
 class LowRank(nn.Module):
-    """A frozen linear map and the product of two thin ones, the second 0 at first."""
+    """A frozen linear map plus the product of two thin matrices, the second of which is initially 0."""
 
     def __init__(self, frozen, rank, scale=2.0):
         super().__init__()
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Frozen but for the adapters of queries and values and the two layers of the head."""
+    """A transformer that is frozen except for the adapters of queries and values and the two layers of the head."""
 
     def __init__(self, width, inner, layers, heads, rank, words):
         super().__init__()
@@ -86,7 +86,7 @@ def made(sizes):
 
 
 def texts(seed, count, length=6, batch=8):
-    """The class of a text is its first word, modulo the number of classes; clients see few of them."""
+    """Return texts whose class is the first word modulo the number of classes. Each client has few classes."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(64, (count, length), generator=generator)
     tokens[:, 0] = tokens[:, 0] % 4 + 4 * (seed % 4)
@@ -118,7 +118,7 @@ RULES = {
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("name", RULES)
-def test_through_a_server_the_adapter_moves_and_nothing_else(name):
+def test_server_changes_only_the_adapter(name):
     rule, trainer = RULES[name]
     model = made(SMALL)
     space = ParameterSpace.of(model)
@@ -150,8 +150,8 @@ def test_through_a_server_the_adapter_moves_and_nothing_else(name):
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("name", [name for name in RULES if name != "AsyncCurve"])
-def test_through_aggregate_frozen_entries_are_bit_identical(name):
-    """State dicts with all entries: those that no client changed do not change."""
+def test_aggregate_leaves_frozen_entries_bit_identical(name):
+    """The state dicts contain all entries. Entries that no client changed stay bitwise equal."""
     rule, _ = RULES[name]
     model = made(SMALL)
     learns = {n for n, parameter in model.named_parameters() if parameter.requires_grad}
@@ -172,8 +172,8 @@ def test_through_aggregate_frozen_entries_are_bit_identical(name):
     assert all(not torch.equal(current[n], start[n]) for n in learns)
 
 
-def test_an_adapter_alone_is_a_model_for_aggregate():
-    """What need not travel: the same step, bit for bit, on the entries that learn."""
+def test_aggregate_accepts_adapter_entries_alone():
+    """The step on the trainable entries alone is bitwise equal, so frozen entries need not be sent."""
     model = made(SMALL)
     learns = [n for n, parameter in model.named_parameters() if parameter.requires_grad]
     whole = {n: t.clone() for n, t in model.state_dict().items()}
@@ -185,7 +185,7 @@ def test_an_adapter_alone_is_a_model_for_aggregate():
     assert same(bits(results[0], learns), bits(results[1], learns))
 
 
-def test_a_frozen_part_in_a_narrow_dtype_stays_as_it_is():
+def test_frozen_part_in_narrow_dtype_is_unchanged():
     model = made(SMALL)
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -204,7 +204,7 @@ def test_a_frozen_part_in_a_narrow_dtype_stays_as_it_is():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_clients_teach_an_adapter_together():
+def test_adapter_learns_from_several_clients():
     model = made(SMALL)
     space = ParameterSpace.of(model)
     loss = space.loss(model, nn.functional.cross_entropy)
@@ -226,8 +226,11 @@ def test_clients_teach_an_adapter_together():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_at_the_papers_size():
-    """OrthoFL's 753K of DistilBERT: rank 8 on queries and values of six layers, and the two layers of the head."""
+def test_adapter_of_the_papers_size_is_supported():
+    """OrthoFL trains 753,000 parameters of DistilBERT.
+
+    These are adapters of rank 8 in queries and values of six layers, and the two layers of the head.
+    """
     model = made(DISTILBERT)
     space = ParameterSpace.of(model)
     assert space.shape == (6 * 2 * 2 * 8 * 768 + 768 * 769 + 20 * 769,) == (753_428,)

@@ -1,4 +1,7 @@
-"""Adapters through `aggregate`, `AsyncAggregator` and servers: what dense arithmetic makes of the matrices they stand for."""
+"""Tests of adapters in `aggregate`, `AsyncAggregator` and servers.
+
+The reference is dense arithmetic on the matrices that the adapters represent.
+"""
 
 import warnings
 
@@ -37,13 +40,13 @@ def adapter(seed, rank, dtype=torch.float64, m=6, n=7):
 
 
 def dense(state, scaling=1.0):
-    """What a state dict does to weights."""
+    """Return the change of the weights that a state dict of adapters represents."""
     found = {"q": scaling * state[B] @ state[A], BIAS: scaling * state[BIAS], HEAD: state[HEAD]}
     return found | {"e": scaling * state[E[1]] @ state[E[0]]}
 
 
 def best(state, rank):
-    """The nearest with matrices of the rank."""
+    """Return the nearest matrices of the given rank."""
 
     def cut(x):
         u, values, v = scipy.linalg.svd(x.numpy(), full_matrices=False)
@@ -57,7 +60,7 @@ def apart(one, other):
 
 
 def turned(state, seed, condition=10.0):
-    """The same adapter in another gauge."""
+    """Return the same adapter in another gauge."""
     found = dict(state)
     for a, b in ((A, B), E):
         rank = state[a].shape[0]
@@ -68,15 +71,15 @@ def turned(state, seed, condition=10.0):
 
 
 def lora(model, scaling=1.0, manifolds=None, adapters=True):
-    """The space of a model whose pairs of factors are one matrix each."""
+    """Return the space of a model in which each pair of factors represents one matrix."""
     return ParameterSpace.of_state_dict(model, manifolds, adapters=adapters, scaling=scaling)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @settings(max_examples=5)
 @given(seeds, st.integers(1, 5), st.floats(0.2, 5), st.floats(0.2, 5))
-def test_where_ranks_allow_it_every_rule_does_what_it_does_to_dense_matrices(rule, seed, rank, ours, theirs):
-    """The server's factors hold any matrix; the clients have a rank and a scaling of their own."""
+def test_rules_equal_the_dense_step_if_the_rank_suffices(rule, seed, rank, ours, theirs):
+    """The factors of the server represent any matrix. The clients have another rank and scaling."""
     current, plain = adapter(seed, 6), None
     space = ParameterSpace.of_state_dict(current, adapters=True, scaling=ours)
     full = dense(current, ours)
@@ -99,7 +102,7 @@ def test_where_ranks_allow_it_every_rule_does_what_it_does_to_dense_matrices(rul
 
 
 @given(seeds, st.integers(1, 3), st.integers(1, 4))
-def test_otherwise_it_is_the_nearest_of_the_rank(seed, rank, other):
+def test_step_beyond_the_rank_is_the_nearest_matrix_of_the_rank(seed, rank, other):
     other = min(other, rank)
     current, base, update = (adapter(seed + 10 * i, r) for i, r in enumerate((rank, rank, other)))
     new, _, _ = aggregate(rules.ASGD(0.5), None, current, base, update, space=lora(current, scaling=2.0))
@@ -112,8 +115,8 @@ def test_otherwise_it_is_the_nearest_of_the_rank(seed, rank, other):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @settings(max_examples=5)
 @given(seed=seeds, scaling=st.floats(0.1, 10))
-def test_where_updates_cancel_what_is_left_goes_on_learning(dtype, seed, scaling):
-    """Rounding is no direction: B is 0 there and A is not, however often and in whatever gauge it was rounded."""
+def test_learning_continues_after_updates_cancel(dtype, seed, scaling):
+    """After repeated rounding in any gauge, B is 0 and A is not, because rounding errors are not directions."""
     plus = {name: x for name, x in adapter(seed, 3, dtype).items() if name in (A, B)}
     less, still = plus | {B: -plus[B]}, plus | {B: 0 * plus[B]}
     other = {name: x.to(dtype) for name, x in turned(adapter(seed, 3), seed).items() if name in (A, B)}
@@ -130,8 +133,11 @@ def test_where_updates_cancel_what_is_left_goes_on_learning(dtype, seed, scaling
         assert torch.linalg.matrix_rank(model[A]) == 3
 
 
-def test_a_small_direction_that_a_client_has_learned_is_not_lost_beside_a_large_model():
-    """In float32: 1e-5 beside 1e3, which is what its factors tell of it"""
+def test_small_learned_direction_survives_next_to_large_model():
+    """In float32, a direction of size 1e-5 next to a model of size 1e3 is accurate.
+
+    The factors represent the two separately.
+    """
     space = ParameterSpace.of_state_dict({A: torch.ones(2, 7), B: torch.ones(6, 2)}, adapters=True)
     large = {A: torch.tensor([[1.0, 0, 0, 0, 0, 0, 0]] * 2), B: torch.zeros(6, 2)}
     large[B][0, 0] = 1e3
@@ -143,7 +149,7 @@ def test_a_small_direction_that_a_client_has_learned_is_not_lost_beside_a_large_
     assert (leaf[:6] @ leaf[6:].mT)[1, 1] == pytest.approx(0.5e-5, rel=1e-3)
 
 
-def test_a_state_rank_may_be_set_for_adapters():
+def test_state_rank_of_adapters_can_be_set():
     models = [{name: x for name, x in adapter(10 * i, 2).items() if name in (A, B)} for i in range(3)]
     space = {"q.lora.weight": LowRank(6, 7, 2, state_rank=7)}
     new, _, _ = aggregate(rules.FedBuff(1), None, *models, space=lora(models[0], manifolds=space))
@@ -151,7 +157,7 @@ def test_a_state_rank_may_be_set_for_adapters():
 
 
 @pytest.mark.parametrize("rule", [rules.FedAvg(10), rules.FedAsync(1.0)], ids=str)
-def test_one_adapter_in_ten_gauges_is_itself(rule):
+def test_average_of_one_adapter_in_ten_gauges_is_the_adapter(rule):
     one = adapter(0, 3)
     current, state = adapter(7, 3), None
     for i in range(10):
@@ -171,7 +177,7 @@ def test_one_adapter_in_ten_gauges_is_itself(rule):
     assert apart(dense(apart_), dense(one)) > 0.05
 
 
-def test_the_kind_comes_back_and_what_came_is_not_written():
+def test_result_has_the_type_of_the_input_and_inputs_are_unchanged():
     arrays = [{name: x.float().numpy() for name, x in adapter(10 * i, 3).items()} for i in range(3)]
     before = [{name: x.copy() for name, x in array.items()} for array in arrays]
     new, _, _ = aggregate(rules.FedAsync(0.5), None, *arrays, space=lora(arrays[0]))
@@ -183,7 +189,7 @@ def test_the_kind_comes_back_and_what_came_is_not_written():
     )
 
 
-def test_out_is_written_where_the_step_fits_and_else_is_as_it_was():
+def test_out_is_written_only_if_the_step_succeeds():
     current, base, update = (adapter(10 * i, 3) for i in range(3))
     space = lora(current)
     expected, _, _ = aggregate(rules.FedAsync(0.5), None, current, base, update, space=space)
@@ -201,20 +207,20 @@ def test_out_is_written_where_the_step_fits_and_else_is_as_it_was():
     assert all(torch.equal(out[name], before[name]) for name in out)
 
 
-def test_a_rule_that_waits_returns_the_model_as_it_is():
+def test_buffering_rule_returns_the_current_adapter():
     current, base, update = (adapter(10 * i, 3) for i in range(3))
     new, _, _ = aggregate(rules.FedBuff(2), None, current, base, update, space=lora(current))
     assert all(torch.equal(new[name], x) and new[name] is not x for name, x in current.items())
 
 
-def test_a_curve_of_adapters():
+def test_curve_of_adapters_is_supported():
     current, *points = (adapter(10 * i, 3) for i in range(4))
     new, _, numbers = aggregate(rules.AsyncBezier(rate=0.5), None, current, current, points, space=lora(current))
     assert numbers["norm"] > 0
     assert new[A].shape == current[A].shape
 
 
-def test_a_difference_of_adapters_is_refused_and_looks_like_one():
+def test_difference_of_adapters_is_rejected():
     current, base = adapter(0, 3), adapter(10, 3)
     space = lora(current)
     near = {name: x + 1e-4 * draw(5, *x.shape) for name, x in base.items()}
@@ -263,7 +269,7 @@ GOOD = lora(adapter(0, 3))
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_at_the_door(place, change, options, words):
+def test_invalid_adapters_and_options_are_rejected(place, change, options, words):
     models = [adapter(10 * i, 3) for i in range(3)]
     models[place] = {name: x for name, x in (models[place] | change).items() if x is not None}
     known = {name: value for name, value in options.items() if name in ("info", "space")}
@@ -277,12 +283,12 @@ def test_what_does_not_fit_is_refused_at_the_door(place, change, options, words)
         call()
 
 
-def test_a_list_of_arrays_has_no_names_of_factors():
+def test_list_of_arrays_is_rejected_for_adapters():
     with pytest.raises(ArgumentError, match="^expected pairs such as"):
         aggregate(rules.FedAsync(0.5), None, *[[torch.ones(2, 2)]] * 3, space=lora([torch.ones(2, 2)]))
 
 
-def test_versions_and_servers_do_what_aggregate_does():
+def test_aggregator_and_server_equal_aggregate():
     rule = rules.FedOrtho(0.5)
     start = adapter(0, 3)
     server = Server.of(start, rule, adapters=True, scaling=2.0, weights="uniform")
@@ -309,7 +315,7 @@ def test_versions_and_servers_do_what_aggregate_does():
     assert again.in_flight == versions.in_flight
 
 
-def test_a_server_goes_on_from_its_checkpoint_and_clients_read_its_spec(tmp_path):
+def test_server_of_adapters_resumes_and_sends_its_spec(tmp_path):
     rule = rules.FedBuff(2)
     server = Server.of(adapter(0, 3), rule, adapters=True, scaling=2.0)
     tickets = [server.dispatch(i) for i in range(2)]
@@ -327,8 +333,8 @@ def test_a_server_goes_on_from_its_checkpoint_and_clients_read_its_spec(tmp_path
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_narrow_dtypes_lose_on_the_way_out_is_given_back(dtype):
-    """Who returns what it got has changed nothing, though what it got was rounded."""
+def test_unchanged_model_in_narrow_dtype_is_zero_update(dtype):
+    """A client that returns the received model has changed nothing, although the model was rounded when it was sent."""
     server = Server.of(adapter(0, 3, dtype), rules.FedAsync(0.5), adapters=True)
     ticket = server.dispatch("a")
     assert server.receive_model(ticket, adapter(10, 3, dtype), samples=4).accepted
@@ -349,7 +355,7 @@ def test_what_narrow_dtypes_lose_on_the_way_out_is_given_back(dtype):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_module_is_no_state_dict_of_adapters():
+def test_module_in_place_of_adapter_state_dict_is_rejected():
     with pytest.raises(ArgumentError, match="adapters: expected False for a module, got True; pass the state dict"):
         Server.of(torch.nn.Linear(2, 2), rules.FedAsync(0.5), adapters=True)
     with pytest.warns(UserWarning, match="model: q.lora_A.weight: the factors of adapters"):

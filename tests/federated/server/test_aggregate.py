@@ -1,4 +1,7 @@
-"""The front door: the same kind out, inputs untouched, the server's bits."""
+"""Tests of `aggregate`.
+
+The result has the type of the input, inputs are unchanged, and the values equal those of the server.
+"""
 
 import copy
 import warnings
@@ -53,7 +56,7 @@ def arrays(state):
 
 
 @given(seeds, st.sampled_from(RULES))
-def test_it_is_the_rule_on_the_points_of_the_models(seed, rule):
+def test_aggregate_equals_the_step_of_the_rule_on_points(seed, rule):
     base, current, mine = states(seed)
     space = ParameterSpace.of_state_dict(base)
     new, state, numbers = aggregate(rule, None, current, base, mine, info=UpdateInfo(staleness=1, weight=0.5))
@@ -65,7 +68,7 @@ def test_it_is_the_rule_on_the_points_of_the_models(seed, rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_it_agrees_with_the_server_bit_for_bit(rule):
+def test_results_are_bitwise_equal_to_the_server(rule):
     base, other, mine = (
         {name: t.float() if t.is_floating_point() else t for name, t in state.items()} for state in states(5)
     )
@@ -81,7 +84,7 @@ def test_it_agrees_with_the_server_bit_for_bit(rule):
 
 
 @given(seeds, st.sampled_from(RULES))
-def test_inputs_are_untouched_and_results_are_new(seed, rule):
+def test_aggregate_does_not_modify_inputs_and_returns_new_tensors(seed, rule):
     inputs = states(seed)
     kept = copy.deepcopy(inputs)
     new, _, _ = aggregate(rule, None, *inputs)
@@ -91,7 +94,7 @@ def test_inputs_are_untouched_and_results_are_new(seed, rule):
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_the_kind_comes_back_as_it_went_in():
+def test_result_has_the_type_of_the_input():
     current, base, update = states(0)
     new, _, _ = aggregate(FedAsync(0.5), None, current, base, update)
     assert isinstance(new, OrderedDict)
@@ -122,8 +125,8 @@ def test_arrays_may_be_read_only_strided_or_zero_dimensional():
     assert (new[1].item(), new[2].item(), new[2].dtype) == (3.0, 3, np.int64)
 
 
-def test_statistics_are_buffers_without_being_named():
-    """A step past a statistic would leave the variance negative: this one would be at -0.15."""
+def test_batch_norm_statistics_are_detected_as_buffers():
+    """A step of a parameter with the same values would give the negative variance -0.15."""
     base, current, update = [model(0) for _ in range(3)]
     base["1.running_var"].fill_(1.0)
     current["1.running_var"].fill_(0.05)
@@ -159,8 +162,8 @@ def test_a_model_without_parameters_is_refused(model, words):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_integers_that_change_are_named():
-    """A quantised weight is not averaged, but stays the server's."""
+def test_changed_integers_are_reported_by_name():
+    """A quantised weight is not averaged. It keeps the value of the server."""
     current, update = ({"w": torch.ones(2), "q": torch.full((3,), i), "n": torch.tensor(i)} for i in range(2))
     with pytest.warns(
         UserWarning, match=r"update: q: the server ignores changes of torch.int64 values; .*, buffer_policy=\.\.\.\)$"
@@ -174,7 +177,7 @@ def test_integers_that_change_are_named():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_an_update_that_looks_like_a_difference_is_named():
+def test_update_that_looks_like_a_difference_is_rejected():
     base = {name: t.float() for name, t in model(1).items() if "num" not in name}
     difference = {name: 0.05 * tensor.roll(1, 0) for name, tensor in base.items()}
     out = copy.deepcopy(base)
@@ -240,8 +243,8 @@ def test_a_weight_above_one_warns_and_the_weights_of_the_library_do_not():
             aggregator.submit(client, update, samples=samples)
 
 
-def test_no_training_looks_like_a_difference():
-    """The hardest decay that anybody trains with, from initialisations that are zero in places."""
+def test_trained_model_is_not_mistaken_for_a_difference():
+    """Test the strongest usual weight decay, from an initialisation that is partly zero."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
@@ -257,7 +260,7 @@ def test_no_training_looks_like_a_difference():
     aggregate(FedAsync(0.5), None, base, base, net.state_dict())
 
 
-def test_buffers_follow_the_step_and_counters_the_client():
+def test_buffers_follow_the_step_and_counters_follow_the_client():
     current, base, update = states(0)
     new, _, numbers = aggregate(FedAsync(0.25), None, current, base, update)
     assert numbers["step"] == 0.25
@@ -265,7 +268,7 @@ def test_buffers_follow_the_step_and_counters_the_client():
     assert new["1.num_batches_tracked"] == update["1.num_batches_tracked"]
 
 
-def test_a_mask_of_infinities_stays_and_a_broken_statistic_is_refused():
+def test_infinite_mask_is_kept_and_invalid_statistic_is_rejected():
     mask = torch.tensor([0.0, -float("inf")])
     state = {"w": torch.ones(2), "mask": mask}
     space = ParameterSpace.of_state_dict(state, buffer_policy=["mask"])
@@ -276,7 +279,7 @@ def test_a_mask_of_infinities_stays_and_a_broken_statistic_is_refused():
             aggregate(FedAsync(0.5), None, state, state, state | {"mask": torch.tensor([0.0, bad])}, space=space)
 
 
-def test_whatever_a_state_dict_has_beside_its_tensors_comes_back():
+def test_result_keeps_entries_of_state_dict_that_are_not_tensors():
     current = nn.Linear(2, 1).state_dict()
     current["_extra_state"] = {"version": 3}
     new, _, _ = aggregate(FedAsync(0.5), None, current, current, current)
@@ -288,7 +291,7 @@ def test_whatever_a_state_dict_has_beside_its_tensors_comes_back():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_model_that_would_overflow_is_refused():
+def test_update_that_would_overflow_the_model_is_rejected():
     low, high = {"w": torch.tensor([-3e38])}, {"w": torch.tensor([3e38])}
     with pytest.raises(ArgumentError, match="update: the new model would not be finite"):
         aggregate(FedOrtho(9.0, overshoot="extend"), None, low, low, high)
@@ -297,7 +300,7 @@ def test_a_model_that_would_overflow_is_refused():
         aggregate(FedGS(1.0), None, *half)
 
 
-def test_a_curve_is_a_sequence_of_models():
+def test_aggregate_accepts_a_sequence_of_models_as_a_curve():
     current, base, control, end = states(0, 4)
     space = ParameterSpace.of_state_dict(base)
     new, _, _ = aggregate(AsyncBezier(0.5), None, current, base, [control, end])
@@ -330,7 +333,7 @@ def test_a_rule_that_buffers_returns_a_copy_of_the_current_model():
 
 
 @pytest.mark.parametrize("rule", [FedAsync(0.5), FedBuff(2, rate=0.5)], ids=["moves", "waits"])
-def test_buffers_of_a_new_model_have_memory_of_their_own(rule):
+def test_buffers_of_a_new_model_have_their_own_memory(rule):
     def model(at):
         named = {"w": (2,), "running_mean": (4,), "running_var": (4,), "mask": (2, 3), "scale": ()}
         found = {name: torch.full(shape, at) for name, shape in named.items()}
@@ -347,8 +350,8 @@ def test_buffers_of_a_new_model_have_memory_of_their_own(rule):
     assert len(held) == 3 * len(current)
 
 
-def test_what_a_rule_keeps_for_a_client_comes_back_to_it():
-    r"""One client of N = 4: $p = (k + 1) / (k + 4)$, and the rate is $0.5 / (4 p)$."""
+def test_aggregate_passes_client_state_to_next_step():
+    """There are N = 4 clients, one of which returns updates: $p = (k + 1) / (k + 4)$, and the rate is $0.5 / (4 p)$."""
     rule, state, model = ASGD(0.5, dominance=Dominance(4)), None, [torch.zeros(2)]
     server = Server(Flat(2), rule, torch.zeros(2), weights="uniform")
     for k in range(1, 6):
@@ -363,7 +366,7 @@ def test_what_a_rule_keeps_for_a_client_comes_back_to_it():
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_is_kept_shares_no_memory(waits):
+def test_state_and_result_share_no_memory(waits):
     class Keeps:
         cohort = 1
 
@@ -387,7 +390,7 @@ def test_what_is_kept_shares_no_memory(waits):
     assert not waits or state.pending_buffers.latest["b"].tolist() == [3.0, 3.0]
 
 
-def test_entries_may_live_on_manifolds():
+def test_entries_may_be_points_of_manifolds():
     rows = [torch.nn.functional.normalize(draw(seed, 2, 3, dtype=torch.float32), dim=-1) for seed in range(3)]
     models = [{"w": row, "b": torch.full((2,), float(i))} for i, row in enumerate(rows)]
     new, _, _ = aggregate(FedAsync(0.5), None, *models, space=ParameterSpace.of_state_dict(models[0], {"w": Sphere(3)}))
@@ -438,13 +441,13 @@ class Blows(FedAsync):
         (lambda: aggregate(FedAsync(), None, W, W, W, space=ParameterSpace.of_state_dict(W, buffer_policy={"w": "keep"})), "buffer_policy: w: expected one of average, latest, leave"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
 def layered(seed, count=3):
-    """Models as they occur: a transposed weight, a bf16 layer, a number, an empty tensor, counters."""
+    """Return typical models with a transposed weight, a bf16 layer, a scalar, an empty tensor and counters."""
     models = []
     for i in range(count):
         x = draw(seed + i, 40, dtype=torch.float32)
@@ -466,7 +469,7 @@ STEPS = [FedAsync(0.5), ASGD(0.5), FedOrtho(0.5), AsyncBezier(0.5), FedBuff(1), 
 
 
 @given(seeds, st.sampled_from(STEPS), st.sampled_from(["a new one", "current", "base", "update"]))
-def test_it_writes_where_it_is_told_what_it_would_return(seed, rule, where):
+def test_out_receives_the_returned_model(seed, rule, where):
     current, base, update = layered(seed % 1000)
     expected, state, numbers = aggregate(rule, None, current, base, update)
     blank = {name: torch.full_like(tensor, 7) for name, tensor in current.items()}
@@ -479,7 +482,7 @@ def test_it_writes_where_it_is_told_what_it_would_return(seed, rule, where):
     assert {name: tensor.data_ptr() for name, tensor in new.items()} == held
 
 
-def test_lists_of_arrays_are_read_and_written_in_place_without_a_warning():
+def test_lists_of_arrays_are_updated_in_place_without_a_warning():
     lists = [arrays(state) for state in states(3)]
     expected, _, _ = aggregate(FedOrtho(0.5), None, *lists)
     for array in (*lists[1], *lists[2]):
@@ -494,7 +497,7 @@ def test_lists_of_arrays_are_read_and_written_in_place_without_a_warning():
 
 
 @pytest.mark.parametrize("manifolds", [None, {"w": Sphere(3)}])
-def test_a_curved_or_flat_leaf_is_written_all_the_same(manifolds):
+def test_out_supports_curved_and_flat_leaves(manifolds):
     rows = [torch.nn.functional.normalize(draw(seed, 2, 3, dtype=torch.float32), dim=-1) for seed in range(3)]
     models = [{"w": row, "b": torch.full((2,), float(i))} for i, row in enumerate(rows)]
     models[0]["tied"] = models[0]["w"]
@@ -525,7 +528,7 @@ class Spoils(FedOrtho):
         (FedOrtho(0.5), {"w": torch.ones(3)}, "update: w: expected shape"),
     ],
 )
-def test_what_is_refused_leaves_the_target_as_it_was(rule, change, words):
+def test_rejected_update_leaves_out_unchanged(rule, change, words):
     models = [
         {"w": torch.tensor([x, 1.0 - x]), "h": torch.ones(2).half(), "1.running_mean": torch.zeros(1)}
         for x in (0.0, 1.0, 2.0)
@@ -537,7 +540,7 @@ def test_what_is_refused_leaves_the_target_as_it_was(rule, change, words):
 
 
 def test_half_precision_that_might_overflow_is_looked_at_and_kept():
-    r"""A step of 60 is longer than a quarter of 32, the distance of the largest numbers of float16."""
+    """A step of 60 is longer than a quarter of 32, the distance between the largest numbers of float16."""
     base, near, far = ({"w": torch.tensor([x, 0.0], dtype=torch.float16), "v": torch.ones(3)} for x in (0.0, 60.0, 6e4))
     out = copy.deepcopy(base)
     aggregate(FedGS(1.0), None, base, base, near, out=out)
@@ -547,7 +550,7 @@ def test_half_precision_that_might_overflow_is_looked_at_and_kept():
     assert out["w"].tolist() == [60.0, 0.0]
 
 
-def test_an_update_that_waits_leaves_the_model_in_the_target():
+def test_buffered_update_writes_the_current_model_to_out():
     current, base, update = {"w": torch.ones(2)}, {"w": torch.zeros(2)}, {"w": torch.full((2,), 2.0)}
     out = {"w": torch.zeros(2)}
     _, state, _ = aggregate(FedBuff(2), None, current, base, update, out=out)
@@ -557,7 +560,7 @@ def test_an_update_that_waits_leaves_the_model_in_the_target():
 
 
 @pytest.mark.parametrize("rule", [FedBuff(2), FedAvg(2), AsyncBezier(0.5, threshold="auto"), AsyncFedED()])
-def test_the_state_is_the_server_s_whatever_the_tensors_are(rule):
+def test_state_does_not_depend_on_the_tensor_types(rule):
     base, *others = [{n: t.float() for n, t in state.items() if "1." not in n} for state in states(5, 5)]
     space = ParameterSpace.of_state_dict(base)
     server = Server(space, rule, space.point(base), weights="uniform")
@@ -578,7 +581,7 @@ def test_the_state_is_the_server_s_whatever_the_tensors_are(rule):
     )
 
 
-def test_nothing_of_the_size_of_a_model_is_allocated_but_the_result():
+def test_aggregate_allocates_only_the_result():
     cuts = [7, 5000, 1, 3000]
     models = [dict(enumerate(draw(seed, sum(cuts), dtype=torch.float32).split(cuts))) for seed in range(3)]
     out = {key: torch.empty_like(tensor) for key, tensor in models[0].items()}
@@ -592,7 +595,7 @@ def test_nothing_of_the_size_of_a_model_is_allocated_but_the_result():
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the entries of new floating tensors that are no single numbers."""
+    """Counter of the entries of new floating-point tensors, without scalars."""
 
     def __init__(self):
         super().__init__()
@@ -634,12 +637,12 @@ class Bare(FedOrtho):
         (lambda: aggregate(ASGD(), None, W, W, W, space=ParameterSpace.of_state_dict(W, buffer_policy=None)), "buffer_policy: expected a sequence of glob patterns"),
     ],
 )  # fmt: skip
-def test_a_target_that_does_not_fit_is_refused_by_name(call, words):
+def test_invalid_out_is_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
-def test_a_rule_that_says_rows_and_makes_a_tensor_is_told():
+def test_rule_that_declares_tensor_lists_but_uses_a_tensor_raises():
     with pytest.raises(RuleError, match="rule: new model: expected the result of Frame.move"):
         aggregate(Bare(), None, W, W, W)
 
@@ -655,7 +658,7 @@ def test_a_rule_that_says_rows_and_makes_a_tensor_is_told():
         (FedBuff(3), aggregate(FedBuff(3), None, *[{"w": torch.ones(3)}] * 3)[1]),
     ],
 )
-def test_the_state_of_another_rule_or_model_is_named(rule, state):
+def test_state_of_another_rule_or_model_is_rejected(rule, state):
     current = {"w": torch.ones(2)}
     with pytest.raises(
         ArgumentError, match=f"state: expected a state that {type(rule).__name__} returned for such models"
@@ -670,7 +673,7 @@ with torch.inference_mode():
     INFERENCE = torch.ones(2)
 
 
-def test_tied_models_stay_tied_while_a_rule_waits():
+def test_tied_entries_stay_tied_while_updates_are_buffered():
     models = [{"enc": x, "dec": x} for x in (torch.full((2,), float(i)) for i in range(3))]
     model, state = models[0], None
     for update in models[1:]:
@@ -679,7 +682,7 @@ def test_tied_models_stay_tied_while_a_rule_waits():
     assert model["enc"].tolist() == [1.5, 1.5]
 
 
-def test_eight_bits_are_looked_at_where_a_step_is_long():
+def test_8_bit_entries_are_checked_for_overflow_after_long_steps():
     base, near, far = ({"w": torch.tensor([x, 2.0]).to(torch.float8_e4m3fn)} for x in (1.0, 200.0, float("nan")))
     new, _, _ = aggregate(ASGD(1.0), None, base, base, near)
     assert new["w"].float().tolist() == near["w"].float().tolist()

@@ -1,4 +1,4 @@
-"""Every error names the argument that the caller passed, in one line, and prints no model."""
+"""Tests that every error message names the argument of the caller in one line and does not print a model."""
 
 import copy
 import inspect

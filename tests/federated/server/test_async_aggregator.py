@@ -1,4 +1,4 @@
-"""AsyncAggregator: the server's bits in a loop of one's own, whatever clients do."""
+"""Tests that `AsyncAggregator` in a custom loop is bitwise equal to a server, whatever clients do."""
 
 import copy
 import io
@@ -36,7 +36,7 @@ from tests.test_tensor_file import alike
 
 
 class Waits(Gathers):
-    """Sends models and nothing else."""
+    """Rule that sends only models."""
 
     def message(self, space, state, current, client_state):
         return Message(current)
@@ -56,7 +56,7 @@ events = st.tuples(
 
 
 def through_a_file(state):
-    """As torch reads it by default: tensors and plain values only."""
+    """Save and load an object with torch's default, which only allows tensors and plain values."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -64,7 +64,7 @@ def through_a_file(state):
 
 
 def agree(name, seed, weights, script, manifolds=None):
-    """The same life in a server and in `AsyncAggregator`; how many answers were taken."""
+    """Run the same events in a server and in an `AsyncAggregator`, and return the number of accepted updates."""
     rule = RULES[name]
     net = network()
     if manifolds:
@@ -132,24 +132,24 @@ def agree(name, seed, weights, script, manifolds=None):
 @pytest.mark.parametrize("name", RULES)
 @settings(max_examples=4)
 @given(seed=seeds, weights=st.sampled_from(list(WEIGHTS)), script=st.lists(events, min_size=10, max_size=24))
-def test_it_agrees_with_the_server_bit_for_bit(name, seed, weights, script):
+def test_results_are_bitwise_equal_to_the_server(name, seed, weights, script):
     agree(name, seed % 10**6, weights, script)
 
 
 @pytest.mark.parametrize("name", CURVED)
 @settings(max_examples=2)
 @given(seed=seeds, weights=st.sampled_from(list(WEIGHTS)), script=st.lists(events, min_size=8, max_size=12))
-def test_it_agrees_on_a_curved_space(name, seed, weights, script):
+def test_results_equal_the_server_on_a_curved_space(name, seed, weights, script):
     agree(name, seed % 10**6, weights, script, {"0.weight": Sphere(3)})
 
 
-def test_the_traces_are_answered():
+def test_random_traces_contain_accepted_updates():
     script = [("heavy", "checkout", 0), ("light", "checkout", 0), ("heavy", "checkout", 0), ("light", "submit", 1)]
     assert agree("FedBuff", 3, "observed", [*script, ("light", "resume", 0), *script, ("light", "submit", 0)] * 3) >= 6
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_what_asks_for_more_than_models_needs_a_server(name):
+def test_rule_that_requires_more_than_models_raises_argument_error(name):
     with pytest.raises(ArgumentError, match="requires more than models from clients; use a Server"):
         AsyncAggregator(BEYOND[name], {"w": torch.ones(2)})
 
@@ -159,17 +159,17 @@ def test_what_asks_for_more_than_models_needs_a_server(name):
     [(FLOCO(2), "vertices, radius"), (AsyncFedED(), "epochs"), (Momentum(AsyncFedED()), "epochs")],
     ids=["FLOCO", "AsyncFedED", "inside another"],
 )
-def test_what_sends_clients_more_than_models_needs_a_server(rule, more):
+def test_rule_that_sends_more_than_models_raises_argument_error(rule, more):
     with pytest.raises(ArgumentError, match=f"sends clients more than models, {more}; use a Server"):
         made(rule)
 
 
 def sends_a_more(client):
-    """The protocol of a client, one of which receives more than a model."""
+    """Return the protocol of OrthoFL for a client. Client "a" receives more than a model."""
     return "client" if client == "a" else "server"
 
 
-def test_what_sends_one_client_more_than_a_model_is_told_before_it_leaves():
+def test_checkout_rejects_message_with_more_than_a_model():
     versions = made(OrthoFL(0.5, protocol=sends_a_more))
     for client in "ab":
         versions.submit(client, {"w": versions.checkout(client)["w"] + 1}, samples=1)
@@ -178,8 +178,11 @@ def test_what_sends_one_client_more_than_a_model_is_told_before_it_leaves():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_difference_from_what_the_rule_let_a_client_begin_with_is_refused():
-    """Its version is not what it is new minus; the same answer as a model is taken."""
+def test_difference_from_modified_start_model_is_rejected():
+    """The difference is relative to the start model that the rule modified, and not to a version.
+
+    The same update as a model is accepted.
+    """
     versions = made(OrthoFL(0.5))
     first = versions.checkout("a"), versions.checkout("b")
     for client, base, step in zip("ab", first, (torch.tensor([1.0, 2, 0]), torch.tensor([1.0, 0, 3])), strict=True):
@@ -211,7 +214,7 @@ def unchanged(versions, words, call, *args, **named):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_what_a_host_does_wrong_is_told_and_changes_nothing():
+def test_invalid_calls_raise_argument_error_and_keep_the_state():
     versions = made()
     base = versions.checkout("a")
     update = {"w": torch.ones(3)}
@@ -268,7 +271,7 @@ def test_what_a_host_does_wrong_is_told_and_changes_nothing():
     unchanged(only, "client: expected a client of weights, got 'b'", only.checkout, "b")
 
 
-def test_several_tasks_of_a_client_are_told_apart_by_name():
+def test_task_names_distinguish_several_tasks_of_a_client():
     versions = made(FedAsync(1.0))
     for task in ("x", "y", None):
         versions.checkout("a", task)
@@ -279,8 +282,8 @@ def test_several_tasks_of_a_client_are_told_apart_by_name():
     assert versions.in_flight == {("a", "x"): 4, ("a", None): 2}
 
 
-def test_a_version_that_somebody_has_can_be_begun_with_later():
-    """A host that hands out a model under no name learns with the answer who began with it."""
+def test_retained_version_can_be_assigned_to_a_client_later():
+    """A host that sends a model without a client name learns the client only from the update."""
     versions = made(FedOrtho(0.5))
     versions.checkout("round")
     began = versions.version
@@ -299,7 +302,7 @@ def test_a_version_that_somebody_has_can_be_begun_with_later():
     assert versions.in_flight == {("late", None): 1}
 
 
-def test_nothing_that_is_handed_out_or_in_is_the_models_own():
+def test_models_of_callers_share_no_memory_with_the_aggregator():
     first = {"w": torch.zeros(3)}
     versions = AsyncAggregator(FedAsync(0.5), first)
     first["w"].fill_(9.0)
@@ -315,8 +318,8 @@ def test_nothing_that_is_handed_out_or_in_is_the_models_own():
     assert versions.model["w"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_model_may_be_written_in_place_by_a_client_that_trains_here():
-    """The base stays what it was, though the client's model is the one that it was given."""
+def test_client_may_train_the_model_in_place():
+    """The base does not change, although the client trains the tensors that it received."""
     versions = made(FedOrtho(1.0))
     base = versions.checkout("a")
     base["w"] += 2
@@ -324,7 +327,7 @@ def test_a_model_may_be_written_in_place_by_a_client_that_trains_here():
     assert versions.model["w"].tolist() == [2.0, 2.0, 2.0]
 
 
-def test_differences_and_curves_are_taken_as_aggregate_takes_them():
+def test_submit_accepts_differences_and_curves_like_aggregate():
     plain, short = made(FedOrtho(0.5)), made(FedOrtho(0.5))
     for client in "abc":
         base = plain.checkout(client), short.checkout(client)
@@ -338,7 +341,7 @@ def test_differences_and_curves_are_taken_as_aggregate_takes_them():
     assert curve.version == 1
 
 
-def test_arrays_come_back_as_arrays_and_tied_ones_tied():
+def test_results_keep_array_types_and_tied_entries():
     shared = np.zeros((2, 2), np.float32)
     model = {"in": shared, "out": shared, "b": np.ones(2, ">f4")}
     versions = AsyncAggregator(FedAsync(0.5), model)
@@ -353,7 +356,7 @@ def test_arrays_come_back_as_arrays_and_tied_ones_tied():
     assert isinstance(AsyncAggregator(FedAsync(0.5), (np.ones(2),)).checkout("a"), tuple)
 
 
-def test_what_is_kept_for_clients_and_what_waits_outlives_the_process():
+def test_saved_state_contains_client_states_and_buffered_updates():
     for rule in (ASGD(0.5, dominance=Dominance(4)), FedBuff(3)):
         whole, first = made(rule), made(rule)
         for i, client in enumerate("aabab"):
@@ -369,7 +372,7 @@ def test_what_is_kept_for_clients_and_what_waits_outlives_the_process():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_state_of_something_else_is_refused():
+def test_load_rejects_state_of_another_aggregator():
     versions = made()
     versions.checkout("a")
     saved = versions.state()
@@ -395,7 +398,7 @@ def test_a_state_of_something_else_is_refused():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_state_of_tensors_of_another_shape_is_refused():
+def test_load_rejects_state_with_tensors_of_another_shape():
     rule = FedAdam(2)
     saved = made(rule).state()
     odd = {name: torch.ones(9) if isinstance(kept, torch.Tensor) else kept for name, kept in saved["state"].items()}
@@ -405,7 +408,7 @@ def test_a_state_of_tensors_of_another_shape_is_refused():
     versions.load(saved)
 
 
-def test_a_claim_counts_at_most_a_hundred_medians():
+def test_claimed_samples_are_capped_at_100_medians():
     server = Server.of(torch.nn.Linear(2, 1), FedAsync(0.5))
     versions = AsyncAggregator(FedAsync(0.5), server.state_dict())
     for i, samples in enumerate([3, 5, 4, 6, 2, 3, 10**9]):
@@ -415,7 +418,7 @@ def test_a_claim_counts_at_most_a_hundred_medians():
     assert receipt.clipped
 
 
-def test_threads_take_turns():
+def test_concurrent_calls_are_serialised():
     versions = made(FedBuff(4), weights="uniform")
     names = range(32)
     barrier = threading.Barrier(8)
@@ -435,7 +438,7 @@ def test_threads_take_turns():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_other_options_of_a_rule_need_a_request_and_those_of_private_stay(tmp_path):
+def test_load_with_other_rule_options_requires_replace_except_private(tmp_path):
     saved = made(FedAsync(0.5)).state()
     versions = made(FedAsync(0.25))
     unchanged(versions, "state: rule: rate: was 0.5, got 0.25; pass replace=True", versions.load, saved)

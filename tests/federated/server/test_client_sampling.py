@@ -1,4 +1,4 @@
-"""Asking: which way belongs to a rule. Its laws are those of a course, in `tests/simulation/test_event_loop.py`."""
+"""Tests of the client sampler of each rule. The laws of samplers are in `tests/simulation/test_event_loop.py`."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from manifoldagg.federated.server.client_sampling import (
 from tests.simulation.event_loops import rule_of
 
 
-def test_a_rule_that_wraps_another_asks_as_that_one():
+def test_wrapper_rule_samples_clients_like_its_inner_rule():
     clients = [0, 1, 2]
     generator = np.random.default_rng(0)
     for kind, made in (
@@ -30,7 +30,7 @@ def test_a_rule_that_wraps_another_asks_as_that_one():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_what_does_not_fit_is_refused_by_name():
+def test_invalid_arguments_raise_error_with_their_name():
     clients = [0, 1, 2, 3]
     generator = np.random.default_rng(0)
     for call, words in (

@@ -1,4 +1,4 @@
-"""Differences of models at the front door: the bits of the models that they make."""
+"""Tests of `aggregate` with differences: results are bitwise equal to those of the models."""
 
 import copy
 
@@ -24,12 +24,12 @@ def minus(new, old):
 
 
 def plus(old, difference):
-    """Rounded once: torch forms sums of 16 bits in 32."""
+    """Return the sum with one rounding. Torch computes sums of 16-bit numbers in 32 bits."""
     return {name: old[name] + difference[name] for name in old}
 
 
 @given(seeds, st.sampled_from(RULES))
-def test_it_is_the_step_of_base_and_difference_to_the_last_bit(seed, rule):
+def test_step_of_difference_equals_step_of_base_plus_difference(seed, rule):
     base, current, mine = states(seed)
     difference = minus(mine, base)
     before = copy.deepcopy([base, current, difference])
@@ -41,8 +41,8 @@ def test_it_is_the_step_of_base_and_difference_to_the_last_bit(seed, rule):
 
 
 @given(seeds, st.sampled_from(RULES))
-def test_it_is_the_step_of_the_model_where_the_subtraction_was_exact(seed, rule):
-    """On a grid it is, with one zero."""
+def test_step_of_exact_difference_equals_step_of_model(seed, rule):
+    """On a grid with one zero, the subtraction is exact."""
     base, current, mine = (
         {n: (8 * x).round() / 8 + 0.0 if x.is_floating_point() else x for n, x in m.items()} for m in states(seed)
     )
@@ -51,7 +51,7 @@ def test_it_is_the_step_of_the_model_where_the_subtraction_was_exact(seed, rule)
     assert alike(dict(found[0]), dict(expected[0]))
 
 
-def test_curves_and_lists_of_arrays_are_differences_too():
+def test_curves_and_lists_of_arrays_may_be_differences():
     base, current, first, last = states(7, 4)
     rule = AsyncBezier(0.5, threshold=0.0)
     curve = [minus(first, base), minus(last, base)]
@@ -65,7 +65,7 @@ def test_curves_and_lists_of_arrays_are_differences_too():
     assert all(map(np.array_equal, found, aggregate(FedAsync(0.5), None, now, then, sums)[0]))
 
 
-def test_booleans_are_the_clients_own_and_counters_are_added():
+def test_difference_replaces_booleans_and_adds_counters():
     base = {"w": torch.ones(3), "mask": torch.tensor([True, False]), "num_batches_tracked": torch.tensor(5)}
     brought = {"w": torch.ones(3), "mask": torch.tensor([False, True]), "num_batches_tracked": torch.tensor(2)}
     new, _, _ = aggregate(
@@ -84,7 +84,7 @@ def test_booleans_are_the_clients_own_and_counters_are_added():
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
 @pytest.mark.parametrize("policy", ["latest", "leave"])
-def test_wide_integers_without_a_sign_are_added_too(dtype, policy):
+def test_differences_of_wide_unsigned_integers_are_added(dtype, policy):
     most = 2 ** (8 * dtype.itemsize) - 1
     base = {"w": torch.ones(2), "n": torch.tensor([most, most - 2, 0], dtype=dtype)}
     step = {"w": torch.ones(2), "n": torch.tensor([2, 1, most], dtype=dtype)}
@@ -100,7 +100,7 @@ def test_wide_integers_without_a_sign_are_added_too(dtype, policy):
     assert new["n"].tolist() == ([1, most - 1, most] if policy == "latest" else base["n"].tolist())
 
 
-def test_numbers_of_eight_bits_and_an_out_are_taken():
+def test_differences_of_8_bit_numbers_and_out_are_supported():
     base = {"w": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)}
     step = {"w": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)}
     new, _, _ = aggregate(FedAsync(1.0), None, base, base, step, info=UpdateInfo(difference=True), out=step)
@@ -108,7 +108,7 @@ def test_numbers_of_eight_bits_and_an_out_are_taken():
     assert new["w"].float().tolist() == [2.0, 4.0]
 
 
-def test_a_curved_leaf_has_no_differences():
+def test_difference_on_curved_leaf_is_rejected():
     sphere = {"w": torch.tensor([1.0, 0.0, 0.0]), "b": torch.ones(2)}
     with pytest.raises(ArgumentError, match=r"^difference: expected False, as w is a point of Sphere\(n=3\)"):
         aggregate(
@@ -132,7 +132,7 @@ def test_a_curved_leaf_has_no_differences():
     ],
     ids=["extra", "shape", "dtype", "nan"],
 )
-def test_what_does_not_fit_is_named_and_changes_nothing(change, told):
+def test_invalid_difference_is_named_and_leaves_out_unchanged(change, told):
     base, current, mine = states(3)
     out = copy.deepcopy(current)
     with pytest.raises(ArgumentError, match=told):

@@ -1,4 +1,4 @@
-"""Watching: each thing that happens is told once, in order, one at a time, and nobody is harmed by who watches."""
+"""Tests of events: each event is published once, in order, and callbacks do not affect the server."""
 
 import asyncio
 import gc
@@ -46,7 +46,7 @@ def payload(value=1.0):
 
 
 def heard(rule=None, **options):
-    """A server, its clock, and what is told of it."""
+    """Return a server, its clock, and the list of its events."""
     clock = Clock()
     s = Server(Flat(P), Adds() if rule is None else rule, torch.zeros(P), clock=clock, **grouped(**options))
     told = []
@@ -54,7 +54,7 @@ def heard(rule=None, **options):
     return s, clock, told
 
 
-def test_every_thing_that_happens_is_told_with_what_is_known_of_it(tmp_path):
+def test_every_event_is_published_with_its_fields(tmp_path):
     s, clock, told = heard(
         FedOrtho(0.5), timeout=10.0, max_staleness=1, checkpoint=CheckpointPolicy(tmp_path / "often", every_updates=3)
     )
@@ -114,14 +114,14 @@ def test_every_thing_that_happens_is_told_with_what_is_known_of_it(tmp_path):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_what_is_no_ticket_is_told_of_without_it():
+def test_invalid_ticket_publishes_rejection_without_ticket():
     s, _, told = heard()
     for odd in (["no", "name"], type("Str", (str,), {"__hash__": None})("odd"), 7):
         assert not s.receive(odd, payload()).accepted
     assert [(event.client, event.ticket, event.field) for event in told] == [(None, None, "ticket")] * 3
 
 
-def test_a_checkpoint_that_fails_is_told(tmp_path, monkeypatch):
+def test_failed_checkpoint_publishes_an_event(tmp_path, monkeypatch):
     s, _, told = heard(rule=Adds(), checkpoint=CheckpointPolicy(tmp_path / "often", every_updates=1))
 
     def full(*_, **__):
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_fails_is_told(tmp_path, monkeypatch):
     assert CheckpointFailed(1, 0, str(tmp_path / "often"), "disk full") in told
 
 
-def test_updates_that_wait_are_told_too():
+def test_buffered_updates_publish_events():
     s, _, told = heard(Gathers(2))
     for name in "ab":
         s.receive(s.dispatch(name).id, payload())
@@ -145,7 +145,7 @@ def test_updates_that_wait_are_told_too():
     assert [(event.receipt.buffered, event.version) for event in taken] == [(True, 0), (False, 1)]
 
 
-def test_who_ends_it_hears_no_more_and_the_others_do():
+def test_unsubscribed_callback_receives_no_further_events():
     s, _, told = heard()
     again = []
     stop = s.on_event(again.append)
@@ -157,7 +157,7 @@ def test_who_ends_it_hears_no_more_and_the_others_do():
     assert len(told) == 4
 
 
-def test_who_is_ended_by_another_watcher_does_not_hear_of_that_event_either():
+def test_callback_unsubscribed_by_another_callback_misses_the_current_event():
     s, _, told = heard()
     ended = []
     s.on_event(lambda event: stop())
@@ -170,7 +170,7 @@ def test_who_is_ended_by_another_watcher_does_not_hear_of_that_event_either():
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
-def test_what_a_watcher_interrupts_the_others_hear_once(kind):
+def test_interrupt_in_callback_delivers_event_once_to_other_callbacks(kind):
     s, _, told = heard()
     tried, later = [], []
 
@@ -192,7 +192,7 @@ def test_what_a_watcher_interrupts_the_others_hear_once(kind):
     assert not s._state.value.pending_events
 
 
-def test_who_is_told_twice_over_is_ended_one_by_one():
+def test_each_subscription_of_same_callback_ends_separately():
     s, _, told = heard()
     stop = s.on_event(told.append)
     s.dispatch("a")
@@ -201,7 +201,7 @@ def test_who_is_told_twice_over_is_ended_one_by_one():
     assert [event.in_flight for event in told] == [1, 1, 2]
 
 
-def test_the_books_keep_no_events_that_nobody_waits_for():
+def test_events_without_subscribers_are_not_stored():
     s = Server(Flat(P), Adds(), torch.zeros(P))
     s.dispatch("a")
     assert s._state.value.pending_events.next_index == 0
@@ -220,7 +220,7 @@ def test_the_books_keep_no_events_that_nobody_waits_for():
     assert s._state.value.pending_events.next_index == 2
 
 
-def test_who_comes_later_hears_nothing_of_what_was_before():
+def test_new_subscriber_receives_only_later_events():
     s, _, told = heard()
     later = []
 
@@ -237,7 +237,7 @@ def test_who_comes_later_hears_nothing_of_what_was_before():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_whatever_a_watcher_raises_the_update_stands_and_it_is_logged(caplog):
+def test_exception_in_callback_is_logged_and_update_is_kept(caplog):
     def fails(event):
         raise RuntimeError("full disk")
 
@@ -257,7 +257,7 @@ def test_whatever_a_watcher_raises_the_update_stands_and_it_is_logged(caplog):
     assert "fails" in errors[0].getMessage()
 
 
-def test_a_watcher_finds_the_books_as_the_event_says_and_may_do_anything(tmp_path):
+def test_callback_sees_the_state_of_its_event_and_may_call_the_server(tmp_path):
     s, _, told = heard()
     lines = []
 
@@ -289,7 +289,7 @@ def test_a_watcher_finds_the_books_as_the_event_says_and_may_do_anything(tmp_pat
     ]
 
 
-def test_what_averaging_raises_keeps_no_event_back():
+def test_exception_in_averaging_does_not_suppress_events():
     class Fails:
         average = None
 
@@ -308,7 +308,7 @@ def test_what_averaging_raises_keeps_no_event_back():
     assert [type(event) for event in told] == [Dispatched, Accepted]
 
 
-def test_what_a_rule_brings_about_is_told_after_its_update():
+def test_events_caused_by_a_rule_are_published_in_order():
     class Sends(Adds):
         def step(self, *given, **named):
             s.dispatch("b")
@@ -324,7 +324,7 @@ def test_what_a_rule_brings_about_is_told_after_its_update():
     ]
 
 
-def test_tickets_that_expire_are_told_though_the_server_is_busy():
+def test_expired_tickets_publish_events_during_an_update():
     s, clock, told = heard(timeout=1.0, max_in_flight=1, weights={"a": 1})
     s.dispatch("a")
     clock.now = 2.0
@@ -337,7 +337,7 @@ def test_tickets_that_expire_are_told_though_the_server_is_busy():
     assert len(told) == 3
 
 
-def test_a_server_that_goes_on_is_watched_anew(tmp_path):
+def test_resumed_server_has_no_subscribers(tmp_path):
     s, clock, told = heard()
     ticket = s.dispatch("a")
     s.save(tmp_path / "server")
@@ -352,7 +352,7 @@ def test_a_server_that_goes_on_is_watched_anew(tmp_path):
 
 
 class Slow:
-    """Hears of one event and does not come back until it is told to."""
+    """Callback that blocks in its first event until the test releases it."""
 
     def __init__(self):
         self.inside, self.go, self.told, self.now = threading.Event(), threading.Event(), [], 0
@@ -366,7 +366,7 @@ class Slow:
         self.now -= 1
 
 
-def test_nobody_waits_for_a_watcher_but_who_tells():
+def test_slow_callback_blocks_only_the_publishing_thread():
     s = Server(Flat(P), Adds(), torch.zeros(P))
     slow = Slow()
     s.on_event(slow)
@@ -385,8 +385,8 @@ def test_nobody_waits_for_a_watcher_but_who_tells():
     assert not s._state.value.pending_events
 
 
-def test_an_update_is_told_while_the_next_one_is_taken():
-    """A watcher holds up the thread that tells, and not the turn."""
+def test_callback_does_not_block_the_next_update():
+    """A slow callback blocks the publishing thread, but not the update lock."""
     s, _, _, finish = paused()
     told = []
     s.on_event(told.append)
@@ -400,7 +400,10 @@ def test_an_update_is_told_while_the_next_one_is_taken():
 
 
 def replayed(told):
-    """What the events say of a server: its version, and who is out; each must follow from those before it."""
+    """Return the version and the tickets in flight that follow from the events.
+
+    Check that each event is consistent with the earlier ones.
+    """
     version, out, refused = 0, {}, {}
     for event in told:
         match event:
@@ -421,7 +424,7 @@ def replayed(told):
 
 
 @pytest.mark.usefixtures("as_shipped", "eager")
-def test_the_events_of_eight_threads_tell_the_whole_story_in_order():
+def test_events_of_8_threads_are_complete_and_ordered():
     s = Server(
         Flat(P),
         Adds(),
@@ -459,7 +462,7 @@ def test_the_events_of_eight_threads_tell_the_whole_story_in_order():
 
 
 def everything(made):
-    """A scene where every event is heard of."""
+    """Return a scene that records every event."""
     events = []
     made.server.on_event(events.append)
     made.events = events
@@ -468,7 +471,7 @@ def everything(made):
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("act", ["receive", "dispatch", "drop"])
-def test_who_was_interrupted_is_told_all_in_order_by_the_next_call(act):
+def test_next_call_publishes_events_of_interrupted_call_in_order(act):
     def do(made):
         if act == "receive":
             made.receive()
@@ -497,7 +500,7 @@ def test_who_was_interrupted_is_told_all_in_order_by_the_next_call(act):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_handler_that_dispatches_while_somebody_is_told_is_told_of_next():
+def test_event_of_dispatch_in_signal_handler_is_published_next():
     def make():
         made = scene()
         made.inside, made.lines = [], []
@@ -523,8 +526,8 @@ def test_a_handler_that_dispatches_while_somebody_is_told_is_told_of_next():
         everywhere(make, Scene.receive, check, handler)
 
 
-def test_a_watched_server_is_gone_with_its_last_holder():
-    """Nothing of it waits for the collector."""
+def test_server_with_subscribers_is_freed_with_its_last_reference():
+    """No part of the server waits for the garbage collector."""
     s, _, _ = heard()
     s.receive(s.dispatch("a"), payload())
     gone = []
@@ -537,7 +540,7 @@ def test_a_watched_server_is_gone_with_its_last_holder():
         gc.enable()
 
 
-def test_what_happens_is_the_same_whoever_watches():
+def test_subscribers_do_not_change_the_results():
     plain, seen = scene(), everything(scene())
     for made in (plain, seen):
         made.receive()

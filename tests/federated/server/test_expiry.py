@@ -97,7 +97,7 @@ def test_a_released_version_stays_released_if_the_limit_changes(tmp_path, most, 
 
 def test_a_ticket_that_was_stale_when_it_was_issued_retains_no_version():
     class Overtaken(FedAsync):
-        """While the first message is made, the model moves on."""
+        """Rule that changes the model while the first message is created."""
 
         def message(self, *given):
             if racing:

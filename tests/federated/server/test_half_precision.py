@@ -56,7 +56,7 @@ def serve(rule, dtype, width=4):
 
 
 def beyond(dtype):
-    """A float32 number that the dtype cannot hold."""
+    """Return a float32 number that the dtype cannot represent."""
     return 3.4e38 if dtype is torch.bfloat16 else 4 * torch.finfo(dtype).max
 
 
@@ -68,7 +68,7 @@ def send(server, client, move):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", RULES)
-def test_one_update_makes_no_model_that_clients_cannot_receive(name, dtype):
+def test_update_that_overflows_the_client_dtype_is_rejected(name, dtype):
     server = serve(RULES[name], dtype)
     move = torch.zeros(6)
     move[1] = beyond(dtype)
@@ -81,8 +81,8 @@ def test_one_update_makes_no_model_that_clients_cannot_receive(name, dtype):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_waiting_update_blocks_no_later_one(size):
-    """Each update that a buffer accepts leaves room for the updates of others."""
+def test_buffered_update_does_not_block_later_updates(size):
+    """Each buffered update leaves enough range for the updates of other clients."""
     server = serve(FedBuff(size, 100.0), torch.float16)
     move = torch.zeros(6)
     move[1] = 6e4
@@ -94,7 +94,7 @@ def test_a_waiting_update_blocks_no_later_one(size):
         server.state_dict()
 
 
-def test_a_sum_of_steps_ends_at_the_largest_number_of_the_dtype():
+def test_sum_of_steps_is_limited_by_the_largest_number_of_the_dtype():
     server = serve(ASGD(1.0), torch.float16)
     receipts = [send(server, "attacker", torch.full((6,), 2e4)) for _ in range(5)]
     assert [receipt.accepted for receipt in receipts] == [True] * 3 + [False] * 2
@@ -103,7 +103,7 @@ def test_a_sum_of_steps_ends_at_the_largest_number_of_the_dtype():
     assert send(server, "ward", torch.full((6,), -1.0)).accepted
 
 
-def test_leaves_of_the_master_dtype_keep_its_range():
+def test_leaves_in_master_dtype_use_its_full_range():
     server = serve(ASGD(1.0), torch.float16)
     move = torch.zeros(6)
     move[-1] = 1e6
@@ -111,7 +111,7 @@ def test_leaves_of_the_master_dtype_keep_its_range():
     assert server.state_dict()["bias"][1] == 1e6
 
 
-def test_float32_leaves_of_a_float64_point_count_too():
+def test_float32_leaves_of_float64_point_are_checked():
     state = {"weight": torch.zeros(2), "scale": torch.zeros(1, dtype=torch.float64)}
     space = ParameterSpace.of_state_dict(state)
     server = Server(space, ASGD(1.0), space.point(state))
@@ -122,7 +122,7 @@ def test_float32_leaves_of_a_float64_point_count_too():
 
 
 @pytest.mark.parametrize("rule", [ASGD(1.0), FedAdam(1, 1e6)])
-def test_aggregate_rejects_the_same(rule):
+def test_aggregate_rejects_the_same_updates_as_server(rule):
     model, far = ({"weight": torch.full((2,), x, dtype=torch.float16)} for x in (0.0, 6e4))
     out = {"weight": torch.zeros(2, dtype=torch.float16)}
     with pytest.raises(ArgumentError, match="update: the new model (would not be finite in|could not be sent)"):
@@ -147,8 +147,8 @@ def test_aggregate_rejects_the_same(rule):
 )
 @settings(max_examples=25)
 @given(st.floats(10, 6.5e4), st.sampled_from([1.0, -1.0]))
-def test_what_a_rule_stores_of_one_update_blocks_no_later_one(rule, size, sign):
-    """Updates that wait and momenta move the model later: they are rejected if that made it overflow."""
+def test_stored_update_does_not_block_later_updates(rule, size, sign):
+    """Buffered updates and momenta move the model later. They are rejected if the model would then overflow."""
     server = serve(rule, torch.float16)
     move = torch.zeros(6)
     move[1] = sign * size

@@ -1,4 +1,4 @@
-"""A hostile hour: forks, forged ids, lost receipts, full disks; a server goes on as if nothing had been."""
+"""Tests of a server under faults: forks, forged ids, lost receipts, full disks and damaged files."""
 
 import atexit
 import errno
@@ -27,13 +27,13 @@ pytestmark = pytest.mark.usefixtures("as_shipped", "watchful")
 
 @pytest.fixture
 def watchful():
-    """Whatever waits for ever is woken."""
+    """Wake every thread that waits forever."""
     with watched():
         yield
 
 
 class Paused(Adds):
-    """Stops in the middle of a step until it is told to go on."""
+    """Rule that blocks in a step until the test releases it."""
 
     def __init__(self):
         self.inside = threading.Event()
@@ -49,7 +49,7 @@ class Paused(Adds):
 
 @pytest.fixture
 def busy():
-    """A scene in the middle of an update in another thread, and what to call for its receipt."""
+    """Return a scene during an update in another thread, and a function that returns its receipt."""
     rule = Paused()
     made = scene(lambda: rule, max_queued_updates=1)
     rule.stops = True
@@ -67,7 +67,7 @@ def busy():
     finish()
 
 
-def test_a_child_that_was_forked_during_an_update_is_told_so(busy):
+def test_child_forked_during_an_update_gets_an_error(busy):
     made, finish = busy
     other = made.server.dispatch("b")
 
@@ -123,7 +123,7 @@ def test_a_killed_server_leaves_no_file(tmp_path):
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_a_receipt_that_was_lost_is_given_again():
+def test_retry_returns_a_lost_receipt():
     made = scene()
     receipt = made.receive()
     after = outside(made.server)
@@ -134,7 +134,7 @@ def test_a_receipt_that_was_lost_is_given_again():
     assert outside(made.server) == after
 
 
-def test_what_another_client_sends_is_refused_and_the_ticket_stays_open():
+def test_update_of_another_client_is_rejected_and_ticket_stays_open():
     made = scene()
     for client in ("b", None, ["a"], torch.zeros(1)):
         refused = made.server.receive(made.ticket.id, made.payload(), client=client)
@@ -146,7 +146,7 @@ def test_what_another_client_sends_is_refused_and_the_ticket_stays_open():
     assert made.server.version == 3
 
 
-def test_an_id_cannot_be_counted_up():
+def test_ticket_ids_cannot_be_guessed():
     server = scene().server
     ids = [server.dispatch(i).id for i in range(64)]
     # Of 64 random digits that two share by chance there are few.
@@ -157,7 +157,7 @@ def test_an_id_cannot_be_counted_up():
     assert all(guess in ids or "unknown" in server.receive(guess, None).reason for guess in forged)
 
 
-def test_receipts_are_remembered_up_to_a_bound():
+def test_number_of_cached_receipts_is_bounded():
     made = scene(receipt_cache_size=3)
     tickets = [made.server.dispatch("a") for _ in range(5)]
     receipts = [made.receive(ticket) for ticket in tickets]
@@ -167,7 +167,7 @@ def test_receipts_are_remembered_up_to_a_bound():
     assert made.server.version == 7
 
 
-def test_a_ticket_that_is_too_stale_is_over():
+def test_ticket_above_max_staleness_ends():
     made = scene(max_staleness=0)
     version = made.server.version
     late = made.server.dispatch("late")
@@ -181,7 +181,7 @@ def test_a_ticket_that_is_too_stale_is_over():
     assert made.server.rejected == {"staleness": 1}
 
 
-def test_a_ticket_that_nobody_answers_expires_on_the_servers_clock():
+def test_unanswered_ticket_expires_on_the_servers_clock():
     made = scene()
     made.clock.now = 59.0
     late = made.server.dispatch("late")
@@ -195,7 +195,7 @@ def test_a_ticket_that_nobody_answers_expires_on_the_servers_clock():
     assert made.server.memory["versions"] == 0
 
 
-def test_a_ticket_whose_time_is_over_is_refused_though_nobody_has_called_expire():
+def test_expired_ticket_is_rejected_without_call_of_expire():
     made = scene()
     made.clock.now = 60.5
     assert made.receive().reason.startswith("ticket: expired")
@@ -203,7 +203,7 @@ def test_a_ticket_whose_time_is_over_is_refused_though_nobody_has_called_expire(
     assert versions(made.server) == [2]
 
 
-def test_so_many_tickets_and_no_more():
+def test_number_of_tickets_in_flight_is_limited():
     made = scene(max_in_flight=4)
     more = [made.server.dispatch("b"), made.server.dispatch("c")]
     before = outside(made.server)
@@ -214,7 +214,7 @@ def test_so_many_tickets_and_no_more():
     assert made.receive(made.server.dispatch("d")).accepted
 
 
-def test_so_many_wait_and_no_more(busy):
+def test_number_of_queued_updates_is_limited(busy):
     made, finish = busy
     others = [made.server.dispatch(name) for name in "bc"]
     receipts = queue.Queue()
@@ -231,7 +231,7 @@ def test_so_many_wait_and_no_more(busy):
 
 
 class Fails(SWA):
-    """An average that cannot be formed of one version."""
+    """Average that fails for one version."""
 
     def update(self, version, model):
         if version == 3:
@@ -239,7 +239,7 @@ class Fails(SWA):
         super().update(version, model)
 
 
-def test_what_a_listener_raises_costs_no_receipt():
+def test_exception_in_averaging_keeps_the_receipt():
     made = scene(averaging=Fails(Flat(P)))
     with pytest.raises(OSError, match="no average today"):
         made.receive()
@@ -251,7 +251,7 @@ def test_what_a_listener_raises_costs_no_receipt():
 
 
 def full_disk(patch):
-    """No file can be written any more."""
+    """Make every write to a file fail."""
 
     def write(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -259,7 +259,7 @@ def full_disk(patch):
     patch.setattr("manifoldagg.federated.server.durability.spill.write_all", write)
 
 
-def test_warnings_that_are_errors_cost_no_receipt(tmp_path, monkeypatch):
+def test_warning_raised_as_error_keeps_the_receipt(tmp_path, monkeypatch):
     made = scene(memory_limit=0, spill=tmp_path)
     full_disk(monkeypatch)
     with suppress(RuntimeWarning):
@@ -274,7 +274,7 @@ def test_warnings_that_are_errors_cost_no_receipt(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [{}, {"byte": 0}, {"value": 7}], ids=str)
-def test_a_broken_file_ends_the_tickets_that_need_it_and_no_others(fault, tmp_path):
+def test_damaged_file_ends_only_the_tickets_that_need_it(fault, tmp_path):
     made = scene(memory_limit=0, spill=tmp_path)
     late = made.server.dispatch("late")
     assert made.receive(made.server.dispatch("c")).accepted

@@ -1,4 +1,4 @@
-"""Signals at every instant, without the shape checks of the tests: their own calls would be most of what is interrupted."""
+"""Tests with signals at every call, without the shape checks of the test suite, whose own calls would dominate."""
 
 import subprocess
 import sys
@@ -17,10 +17,10 @@ def run_the_hour(marks):
     assert hour.returncode == 0, hour.stdout
 
 
-def test_an_hour_of_signals():
+def test_server_survives_signals():
     run_the_hour("not soak")
 
 
 @pytest.mark.soak
-def test_a_long_hour_of_signals():
+def test_server_survives_many_signals():
     run_the_hour("soak")

@@ -1,4 +1,4 @@
-"""Floods of bad messages, and clients that fail, return and lie: what the benchmarks do, and fail at, for some seconds."""
+"""Short runs of the load benchmarks: many invalid messages, and clients that fail, return and send malicious updates."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def measured(script, folder, *options):
-    """What a benchmark writes, which fails where anything grows, gets out or gets in."""
+    """Run a benchmark and return its results. The benchmark fails if memory grows, or if an invalid update is accepted."""
     command = [sys.executable, f"benchmarks/{script}.py", *options, "--out", folder]
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=6 * 3600)
@@ -40,12 +40,12 @@ def lasted(folder, seconds, restart):
     assert "invalid: accepted" not in made["counts"]
 
 
-def test_a_flood_leaves_what_its_valid_messages_make(tmp_path):
+def test_invalid_messages_do_not_change_the_result_of_valid_ones(tmp_path):
     flooded(tmp_path, 4000)
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_in_threads_every_message_is_handed_on_and_a_source_that_fails_is_told(monkeypatch):
+def test_threaded_source_forwards_all_messages_and_reports_errors(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     load = importlib.import_module("load")
     look = load.Look()
@@ -73,14 +73,14 @@ def test_the_byzantine_benchmark_runs_with_one_seed(tmp_path, monkeypatch):
 
 
 @pytest.mark.soak
-def test_a_million_messages_leave_what_the_valid_ones_make(tmp_path):
+def test_a_million_messages_give_the_result_of_the_valid_ones(tmp_path):
     flooded(tmp_path, 10**6)
 
 
-def test_clients_that_fail_return_and_lie(tmp_path):
+def test_benchmark_with_failing_and_malicious_clients_passes(tmp_path):
     lasted(tmp_path, 8, 2)
 
 
 @pytest.mark.soak
-def test_an_hour_of_clients_that_fail_return_and_lie(tmp_path):
+def test_long_benchmark_with_failing_and_malicious_clients_passes(tmp_path):
     lasted(tmp_path, 3600, 180)

@@ -1,4 +1,4 @@
-"""How far one liar moves the model, for each kind of rule: the bounds of the guide, and that they are attained."""
+"""Tests of how far one attacker moves the model, for each kind of rule: the bounds of the guide hold and are attained."""
 
 import math
 
@@ -37,7 +37,10 @@ BASE = torch.ones(4, dtype=torch.float64)
 
 
 def moved(rule, direction, length, update_limits=None, others=0):
-    """How far the model goes by a liar's update, that of the first client, and by those of others who did not move."""
+    """Return the movement of the model by the update of the attacker.
+
+    The attacker is the first client. The other clients send zero updates.
+    """
     current = BASE + DRIFT
     state = rule.init(SPACE, current)
     for i in range(others + 1):
@@ -50,7 +53,10 @@ def moved(rule, direction, length, update_limits=None, others=0):
 
 
 def dcasgd(r):
-    """Both terms have the same sign where v is against the drift, entry by entry: r + r^2 |g| in the two of them."""
+    """Return the bound for two entries, each of which moves by r + r^2 |g|.
+
+    The two terms have the same sign where v opposes the drift.
+    """
     entry = r / math.sqrt(2)
     return 2 * WEIGHT * math.hypot(*(entry + 0.1 * entry**2 * size for size in (3.0, 4.0)))
 
@@ -76,7 +82,7 @@ BOUNDS = {
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_one_liar_moves_the_model_so_far_and_with_a_clip_no_farther(name):
+def test_one_attacker_moves_the_model_by_the_documented_bound(name):
     rule, direction, others, bound = BOUNDS[name]
     for length in (1e-2, 1.0, 4.0):
         assert moved(rule, direction, length, None, others) == pytest.approx(bound(length), rel=1e-9, abs=1e-12)
@@ -87,7 +93,7 @@ def test_one_liar_moves_the_model_so_far_and_with_a_clip_no_farther(name):
 
 
 def serve(rule, honest=9, **options):
-    """A server to which honest clients have sent updates of length 1 and 100 samples."""
+    """Return a server that has received updates of length 1 with 100 samples from honest clients."""
     server = Server(SPACE, rule, torch.zeros(4), **options)
     for i in range(honest):
         assert send(server, f"ward-{i}", 1.0, 100).accepted
@@ -110,7 +116,7 @@ LIMITS = {
 @pytest.mark.parametrize("colluders", [1, 4])
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits_bound_each_update_of_a_minority(name, colluders):
-    """The table of the guide: n colluding clients move the model by n times as much as one, and no farther."""
+    """Table of the guide: n colluding clients move the model by at most n times the movement of one client."""
     limits, bound, clips = LIMITS[name]
     server = serve(ASGD(1.0), weights="uniform", limits=limits)
     before = server.model
@@ -123,7 +129,7 @@ def test_limits_bound_each_update_of_a_minority(name, colluders):
 
 
 @pytest.mark.parametrize("colluders", [1, 4])
-def test_claims_of_samples_bound_the_weight_of_a_minority(colluders):
+def test_sample_cap_bounds_the_weight_of_a_minority(colluders):
     server = serve(ASGD(1.0))
     for _ in range(2):
         receipts = [send(server, f"liar-{i}", 1.0, 10**9) for i in range(colluders)]
@@ -132,7 +138,7 @@ def test_claims_of_samples_bound_the_weight_of_a_minority(colluders):
 
 
 @pytest.mark.parametrize("colluders", [1, 3])
-def test_a_buffer_divides_by_its_size(colluders):
+def test_buffer_divides_the_influence_of_attacker_by_its_size(colluders):
     server = Server(
         SPACE, FedBuff(4, 0.5), torch.zeros(4), weights="uniform", limits=ServerLimits(UpdateLimits(clip=2.0))
     )
@@ -144,7 +150,7 @@ def test_a_buffer_divides_by_its_size(colluders):
 
 
 @pytest.mark.parametrize("colluders", [1, 2])
-def test_private_bounds_the_part_of_each_client(colluders):
+def test_private_bounds_the_influence_of_each_client(colluders):
     server = Server(SPACE, Private(FedBuff(4, 0.5), 2.0, 0.0), torch.zeros(4))
     for i in range(colluders):
         send(server, f"liar-{i}", 1e9)
@@ -154,7 +160,7 @@ def test_private_bounds_the_part_of_each_client(colluders):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_a_momentum_repeats_one_update(nesterov):
+def test_momentum_repeats_the_update_of_an_attacker(nesterov):
     server = Server(SPACE, Momentum(ASGD(1.0), 0.5, nesterov=nesterov), torch.zeros(4), weights={"a": 1})
     send(server, "a", 1.0)
     for _ in range(40):
@@ -162,7 +168,7 @@ def test_a_momentum_repeats_one_update(nesterov):
     assert server.model.norm().item() == pytest.approx(2.0)
 
 
-def test_of_fedadam_no_entry_goes_farther_than_its_rate_allows_and_the_square_stays():
+def test_fedadam_bounds_each_entry_and_keeps_the_squared_update():
     rule = FedAdam(1, 0.01)
     limit = 0.01 * (1 - rule.beta1) / math.sqrt(1 - rule.beta2)
     assert moved(rule, ACROSS, 1e6) == pytest.approx(limit, rel=1e-6)
@@ -174,7 +180,7 @@ def test_of_fedadam_no_entry_goes_farther_than_its_rate_allows_and_the_square_st
     assert (outcome.model - BASE).norm() < 1e-7
 
 
-def test_ca2fl_goes_on_moving_by_what_a_liar_said_until_it_answers_again():
+def test_ca2fl_reuses_the_update_of_an_attacker_until_its_next_update():
     rule = CA2FL(1, 0.5, clients=10)
     state = rule.init(SPACE, BASE)
     state, _ = rule.step(SPACE, state, Update("liar", BASE, BASE, (BASE + 1e3 * ACROSS)[None]))
@@ -183,8 +189,8 @@ def test_ca2fl_goes_on_moving_by_what_a_liar_said_until_it_answers_again():
         assert (outcome.model - BASE).norm().item() == pytest.approx(0.5 * 1e3 / 10)
 
 
-def test_a_base_of_the_clients_own_takes_a_clip_in():
-    """Who brings the base says what the length is of: FedAsync then goes wherever its model is."""
+def test_base_sent_by_the_client_defeats_clipping():
+    """The clipped length is relative to the base. With a forged base, FedAsync moves to any model of the attacker."""
     current = BASE + DRIFT
     far = BASE + 1e6 * ACROSS
     update, kept, _ = UpdateLimits(clip=0.5).apply(SPACE, Update("liar", far, current, far[None]), ())
@@ -194,7 +200,7 @@ def test_a_base_of_the_clients_own_takes_a_clip_in():
     assert (outcome.model - current).norm() > 4e5
 
 
-def test_small_lies_add_up_below_a_clip():
+def test_small_malicious_updates_accumulate_below_the_clip():
     rule, model = FedAsync(0.5), BASE
     for _ in range(100):
         update, kept, _ = UpdateLimits(clip=0.5).apply(

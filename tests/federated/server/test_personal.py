@@ -1,4 +1,4 @@
-"""Personal layers: the server never sees them, and its results are those of training the shared part alone."""
+"""Tests of personal layers: the server never receives them, and its results equal training of the shared part alone."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 class Body(nn.Module):
-    """The shared part alone."""
+    """Module with only the shared part."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ def test_the_space_has_the_shared_part_only():
     assert space.state_dict(space.point(model)).keys() == {"body.weight", "body.bias"}
 
 
-def test_load_leaves_the_personal_part():
+def test_load_keeps_the_personal_part():
     model = model_of(0)
     space, before = (
         ParameterSpace.of(model, personal=PERSONAL),
@@ -200,7 +200,7 @@ def test_a_client_trains_all_parameters_and_sends_the_shared_part():
 
 
 def test_personal_training_is_the_training_of_the_whole_model():
-    """With one client and a step to its model, shared and personal parts are those of local training."""
+    """With one client and a full step to its model, the shared and personal parts equal those of local training."""
     batches = [(torch.randn(8, 3, generator=torch.Generator().manual_seed(i)), torch.arange(8) % 2) for i in range(3)]
     model, trainer = model_of(0), Local(epochs=2, rate=0.1)
     whole, parts = Server.of(model, FedAsync(1.0)), Server.of(model, FedAsync(1.0), personal=PERSONAL)

@@ -1,4 +1,4 @@
-"""The server: tickets, receipts, history, waiting rules and rules that misbehave."""
+"""Tests of the server: tickets, receipts, history, buffering rules and faulty rules."""
 
 import copy
 import csv
@@ -44,7 +44,7 @@ def payload(value=1.0, samples=1, n=1):
     return Payload(torch.full((n, 4), value), samples)
 
 
-def test_staleness_is_the_servers_own_count():
+def test_server_computes_the_staleness():
     s = server()
     early, late = s.dispatch("a"), s.dispatch("b")
     assert (early.version, late.version) == (0, 0)
@@ -54,8 +54,8 @@ def test_staleness_is_the_servers_own_count():
 
 
 @given(seeds, st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
-def test_it_is_the_rule_folded_over_the_updates(seed, script):
-    """Against an oracle that keeps every version."""
+def test_server_equals_repeated_steps_of_the_rule(seed, script):
+    """The test compares the server with an oracle that stores every version."""
     s, history, open_ = server(FedOrtho(0.7), weights="uniform"), [torch.zeros(4)], {}
     contributed = set()
     for i, (client, answers) in enumerate(script):
@@ -80,7 +80,7 @@ def test_it_is_the_rule_folded_over_the_updates(seed, script):
     assert len(s.history) == s.version
 
 
-def test_a_receipt_says_what_happened():
+def test_receipt_reports_the_update():
     s = server(FedAsync(0.5))
     first, second = s.dispatch("a"), s.dispatch("b")
     receipt = s.receive(first.id, payload(2.0))
@@ -92,7 +92,7 @@ def test_a_receipt_says_what_happened():
 
 
 @pytest.mark.parametrize("patient", [True, False])
-def test_a_rule_that_waits_says_so(patient):
+def test_receipt_reports_that_the_update_is_buffered(patient):
     s = server(Gathers(3, patient))
     receipts = [s.receive(s.dispatch(name).id, payload()) for name in "abcd"]
     assert all(receipt.accepted and not receipt.reason for receipt in receipts)
@@ -124,7 +124,7 @@ def test_history_is_a_table_of_plain_values():
 
 
 def after(updates, **options):
-    """A server that has taken so many updates."""
+    """Return a server that has received the given number of updates."""
     s = server(Adds(), **options)
     for i in range(updates):
         assert s.receive(s.dispatch(i).id, payload(samples=i + 1)).accepted
@@ -132,19 +132,19 @@ def after(updates, **options):
 
 
 @pytest.mark.parametrize(("history", "kept"), [(3, [4, 5, 6]), (0, []), (None, [1, 2, 3, 4, 5, 6])])
-def test_history_keeps_the_latest_rows(history, kept):
+def test_history_contains_the_latest_rows(history, kept):
     s = after(6, history_size=history)
     assert [row["version"] for row in s.history] == kept
     assert s.version == 6
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_history_is_bounded_unless_it_is_asked_for():
+def test_history_is_bounded_by_default():
     assert [row["version"] for row in after(10_003).history] == list(range(4, 10_004))
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_tickets_are_used_once_and_only_here():
+def test_ticket_is_valid_once_and_only_for_its_server():
     s, other = server(), server()
     ticket, foreign = s.dispatch("a"), other.dispatch("a")
     receipt = s.receive(ticket.id, payload())
@@ -165,14 +165,14 @@ def test_tickets_are_used_once_and_only_here():
     assert s.rejected == {"client": 2, "ticket": 6}
 
 
-def test_a_ticket_survives_a_refusal():
+def test_ticket_stays_open_after_a_rejection():
     s = server()
     ticket = s.dispatch("a")
     assert not s.receive(ticket.id, payload(float("inf"))).accepted
     assert s.receive(ticket.id, payload()).accepted
 
 
-def test_what_is_too_stale_is_refused():
+def test_server_rejects_update_above_max_staleness():
     s = server(max_staleness=1)
     late = s.dispatch("a")
     for _ in range(2):
@@ -190,8 +190,8 @@ def test_what_is_too_stale_is_refused():
     assert s.receive(s.dispatch("a").id, payload()).accepted
 
 
-def test_an_update_may_grow_stale_while_it_is_checked(monkeypatch):
-    """Younger than the limit when it comes, older when its turn comes."""
+def test_update_that_becomes_too_stale_during_validation_is_rejected(monkeypatch):
+    """The staleness is below the limit on arrival, and above it when the step starts."""
     s = server(max_staleness=0)
     late, quick = s.dispatch("a"), s.dispatch("b")
     taken = []
@@ -207,7 +207,7 @@ def test_an_update_may_grow_stale_while_it_is_checked(monkeypatch):
     assert taken == [True]
 
 
-def test_nobody_else_holds_the_servers_memory():
+def test_tensors_of_callers_share_no_memory_with_the_server():
     start = torch.zeros(4)
     s = Server(SPACE, FedAsync(1.0), start)
     start.fill_(9)
@@ -223,7 +223,7 @@ def test_nobody_else_holds_the_servers_memory():
 
 
 class Careless:
-    """A rule that gives back and keeps what it was given."""
+    """Rule that returns and stores its inputs."""
 
     cohort = 1
 
@@ -242,7 +242,7 @@ class Careless:
         )
 
 
-def test_a_careless_rule_cannot_tie_the_server_to_a_client():
+def test_rule_that_returns_its_inputs_does_not_alias_client_memory():
     s = Server(SPACE, Careless(), torch.zeros(4))
     ticket = s.dispatch("a")
     ticket.message.tensors["current"].fill_(9)
@@ -259,8 +259,8 @@ def test_a_careless_rule_cannot_tie_the_server_to_a_client():
     assert s.dispatch("a").message.tensors["memory"].tolist() == [1.0] * 4
 
 
-def test_what_a_rule_keeps_is_not_recycled():
-    """Freed models lend their memory to later ones."""
+def test_server_does_not_reuse_memory_that_a_rule_stores():
+    """The server reuses the memory of freed models for later models."""
     s = Server(SPACE, Careless(), torch.zeros(4))
     for value in (1.0, 2.0, 3.0):
         s.receive(s.dispatch("a").id, payload(value))
@@ -270,8 +270,8 @@ def test_what_a_rule_keeps_is_not_recycled():
         assert [kept[name].tolist() for name in ("current", "base")] == before
 
 
-def test_a_payload_that_lies_in_the_servers_memory_is_copied():
-    """Nothing that goes out lies there, so the test reaches in."""
+def test_payload_in_memory_of_the_server_is_copied():
+    """The server never exposes this memory, so the test accesses private attributes."""
     s = Server(SPACE, Adds(), torch.zeros(4), weights="uniform")
     late = s.dispatch("a")
     for _ in range(2):
@@ -311,7 +311,7 @@ def test_a_rule_that_fails_changes_nothing(error):
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("model", [torch.zeros(1), torch.zeros(4).double(), torch.zeros(1, 4), type(None)])
-def test_a_rule_that_answers_with_no_point_is_its_owners_to_mend(model):
+def test_rule_that_returns_no_valid_model_raises_rule_error(model):
     class Odd(Careless):
         def step(self, space, state, update, *, out=None):
             return state, Outcome(model)
@@ -325,7 +325,7 @@ def test_a_rule_that_answers_with_no_point_is_its_owners_to_mend(model):
     assert s.rejected == {}
 
 
-def test_a_model_that_is_not_finite_is_refused():
+def test_new_model_that_is_not_finite_is_rejected():
     class Blows(Careless):
         def step(self, space, state, update, *, out=None):
             return state, Outcome(torch.full((4,), float("nan")))
@@ -337,8 +337,8 @@ def test_a_model_that_is_not_finite_is_refused():
     assert fingerprint(s) == before
 
 
-def test_a_state_that_would_overflow_is_refused():
-    r"""A buffered sum of $2 \cdot 3 \times 10^{38}$ would be there for ever."""
+def test_update_that_would_overflow_the_state_is_rejected():
+    r"""An infinite buffered sum of $2 \cdot 3 \times 10^{38}$ could never be removed."""
 
     class Sums(Gathers):
         def message(self, space, state, current, client_state):
@@ -363,7 +363,7 @@ def test_a_state_that_would_overflow_is_refused():
         assert s.receive(ticket.id, payload()).accepted
 
 
-def test_an_update_is_entered_whole_or_not_at_all(monkeypatch):
+def test_update_is_applied_completely_or_not_at_all(monkeypatch):
     class Fills(Adds):
         def step(self, space, state, update, *, out=None):
             state, outcome = super().step(space, state, update, out=out)
@@ -396,7 +396,7 @@ def test_an_update_is_entered_whole_or_not_at_all(monkeypatch):
     assert s.history[-1]["waiting"] == 0
 
 
-def test_no_memory_for_the_next_model_leaves_no_trace(monkeypatch):
+def test_failed_allocation_of_next_model_changes_nothing(monkeypatch):
     s = server()
     ticket = s.dispatch("a")
     before = fingerprint(s)
@@ -412,13 +412,13 @@ def test_no_memory_for_the_next_model_leaves_no_trace(monkeypatch):
     assert s.receive(ticket.id, payload()).accepted
 
 
-def test_a_server_is_neither_copied_nor_pickled():
+def test_copying_or_pickling_a_server_raises_an_error():
     for copies in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="a Server has locks and tickets"):
             copies(server())
 
 
-def test_a_model_that_would_overflow_is_refused():
+def test_update_that_would_overflow_the_model_is_rejected():
     s = Server(SPACE, FedOrtho(1.0, overshoot="extend", decay=0.0), torch.full((4,), 3e38), weights="uniform")
     first = s.dispatch("a")
     assert not s.receive(first.id, Payload(torch.full((1, 4), -3e38), 1)).reason
@@ -439,7 +439,7 @@ def test_a_model_that_would_overflow_is_refused():
         Message(torch.tensor([0.0, 0.0, float("nan"), 0.0])),
     ],
 )
-def test_a_client_counts_once_its_message_is_out(message):
+def test_client_is_counted_after_its_dispatch(message):
     class Mute(Careless):
         def message(self, space, state, current, client_state):
             if message is RuntimeError:
@@ -453,7 +453,7 @@ def test_a_client_counts_once_its_message_is_out(message):
     assert fingerprint(s) == before
 
 
-def test_grad_modes_of_the_caller_do_not_matter():
+def test_results_do_not_depend_on_the_grad_mode():
     s, points = server(FedOrtho(0.5), weights="uniform"), torch.ones(1, 4, requires_grad=True)
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad):
         ticket = s.dispatch("a")
@@ -472,7 +472,7 @@ def test_grad_modes_of_the_caller_do_not_matter():
 
 
 class Listener(Listens):
-    """Averages by hand, and keeps what it saw."""
+    """Average that records all versions and returns their mean."""
 
     def __init__(self):
         self.seen = []
@@ -498,7 +498,7 @@ def test_averaging_sees_every_new_version_in_order():
     assert server().averaged().tolist() == [0.0] * 4
 
 
-def test_a_listener_that_fails_comes_after_the_update():
+def test_averaging_that_fails_does_not_undo_the_update():
     class Deaf(Listener):
         def update(self, version, model):
             raise ArgumentError("model: too loud")
@@ -511,7 +511,7 @@ def test_a_listener_that_fails_comes_after_the_update():
     assert s.receive(ticket.id, payload()).version == 1
 
 
-def test_a_client_may_bring_its_own_base():
+def test_client_may_return_its_own_base():
     s, kept = server(Adds()), server(Adds())
     mine, theirs = s.dispatch("a", retain_base=False), kept.dispatch("a")
     for each in (s, kept):
@@ -530,7 +530,7 @@ def test_a_client_may_bring_its_own_base():
     assert len(versions(s)) == 1
 
 
-def test_client_memory_is_handed_back_and_forgotten():
+def test_client_state_is_stored_and_forgotten():
     s = server(Adds())
     for answers in range(3):
         ticket = s.dispatch("a")
@@ -549,7 +549,7 @@ def test_client_memory_is_handed_back_and_forgotten():
     assert s.memory["clients"] == 0
 
 
-def test_a_model_on_manifolds():
+def test_server_supports_models_on_manifolds():
     net = torch.nn.Linear(3, 2)
     net.weight.data /= net.weight.data.norm(dim=-1, keepdim=True)
     space = ParameterSpace.of(net, {"weight": Sphere(3)})
@@ -563,7 +563,7 @@ def test_a_model_on_manifolds():
     assert torch.equal(s.state_dict()["bias"], moved[6:])
 
 
-def test_after_closing_only_the_model_is_there():
+def test_closed_server_only_provides_the_model():
     s = server(Adds())
     ticket, dropped = s.dispatch("a"), s.dispatch("a")
     s.receive(s.dispatch("a").id, payload())
@@ -627,6 +627,6 @@ def test_after_closing_only_the_model_is_there():
         (lambda: server().state_dict(), "space: expected a ParameterSpace, got Flat"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_arguments_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

@@ -1,4 +1,4 @@
-"""A server that speaks state dicts: of a module, and of what its clients return by names."""
+"""Tests of servers with state dicts: created from a module, and updated with state dicts of clients."""
 
 import copy
 import re
@@ -31,7 +31,7 @@ def net(seed=0):
 
 
 def moved(model, seed):
-    """What a client might make of a state dict."""
+    """Return a state dict with small changes, as a client could return it."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, tensor in model.items():
@@ -46,7 +46,10 @@ def moved(model, seed):
 
 
 def as_payload(space, states, asked, samples, start):
-    """What a client that starts from the rounded model returns, as one that starts from the model itself would."""
+    """Return the payload of a client that trains from the rounded model.
+
+    The rounding error of the start is added to the points.
+    """
     rounded = space.state_dict(start) | {name: states[-1][name] for name in space.buffers(states[-1])}
     lost = start - space.point(rounded)
     points = torch.stack([space.point(state) + lost for state in states])
@@ -54,7 +57,7 @@ def as_payload(space, states, asked, samples, start):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_state_dicts_are_the_payload_that_they_name(name):
+def test_state_dict_gives_the_same_result_as_its_payload(name):
     rule = PLAIN[name]
     twins = [Server.of(net(), rule, weights="uniform") for _ in range(2)]
     space = twins[0].space
@@ -80,7 +83,7 @@ def test_state_dicts_are_the_payload_that_they_name(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in PLAIN])
-def test_what_asks_for_more_than_models_is_refused_to_the_owner(name):
+def test_receive_model_raises_for_rule_that_requires_more_than_models(name):
     server = Server.of(net(), CASES[name])
     ticket = server.dispatch("a")
     with pytest.raises(ArgumentError, match="rule: .* requires more than models from clients; use `receive`"):
@@ -88,8 +91,8 @@ def test_what_asks_for_more_than_models_is_refused_to_the_owner(name):
     server.drop(ticket)
 
 
-def test_a_server_of_a_module_carries_what_it_carries():
-    """Its buffers follow the clients'; its frozen parameters stay, and nobody sends them."""
+def test_server_of_module_keeps_its_buffers_and_frozen_parameters():
+    """The buffers follow those of the clients. Frozen parameters do not change, and clients do not send them."""
     model = net()
     server = Server.of(model, rules.FedAsync(0.5), limits=ServerLimits(history_size=3))
     assert bits(server.state_dict()) == bits(model.state_dict())
@@ -105,8 +108,11 @@ def test_a_server_of_a_module_carries_what_it_carries():
     assert "2.weight" in listed.dispatch("a").message.requested_buffers
 
 
-def test_clients_of_narrow_models_start_from_what_they_are_sent():
-    """Ten clients; nine change nothing, and one adds the last bit of bfloat16: a tenth of it is the mean, each round."""
+def test_base_of_narrow_model_is_the_rounded_model():
+    """Nine of ten clients change nothing, and one adds the last bit of bfloat16.
+
+    Each round moves the model by a tenth of it.
+    """
     model = nn.Linear(4, 1, bias=False).bfloat16()
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -123,7 +129,7 @@ def test_clients_of_narrow_models_start_from_what_they_are_sent():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_names_are_no_patterns_and_one_string_is_no_list():
+def test_names_are_matched_literally_and_a_single_string_is_rejected():
     model = nn.ModuleDict({"head[0]": nn.Linear(2, 2), "tail": nn.Linear(2, 2)})
     model["head[0]"].requires_grad_(False)
     server = Server.of(model, rules.FedAsync(0.5))
@@ -133,7 +139,7 @@ def test_names_are_no_patterns_and_one_string_is_no_list():
             Server.of(net(), rules.FedAsync(0.5), buffer_policy=buffers)
 
 
-def test_no_client_can_make_a_variance_negative():
+def test_negative_variance_is_rejected():
     server = Server.of(net(), rules.FedAsync(1.0))
     ticket = server.dispatch("a")
     state = ticket.state_dict()
@@ -144,7 +150,7 @@ def test_no_client_can_make_a_variance_negative():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_modules_that_are_none_are_refused():
+def test_objects_that_are_not_modules_are_rejected():
     frozen = nn.Linear(2, 2).requires_grad_(False)
     for model, words in (
         (nn.ReLU(), "model: expected floating parameters, got none$"),
@@ -159,7 +165,7 @@ def test_modules_that_are_none_are_refused():
         Server(ParameterSpace.of(nn.ReLU()), rules.FedAsync(), torch.zeros(0))
 
 
-def test_a_state_dict_is_a_model_too():
+def test_server_of_accepts_a_state_dict():
     model = nn.BatchNorm1d(2)
     one, other = (Server.of(each, rules.FedAsync(0.5)) for each in (model, model.state_dict()))
     assert one.space == other.space
@@ -167,7 +173,7 @@ def test_a_state_dict_is_a_model_too():
     assert [*one.state_dict()] == [*other.state_dict()] == [*model.state_dict()]
 
 
-def test_what_the_server_has_not_asked_for_may_be_missing_and_is_not_read():
+def test_entries_that_were_not_requested_are_optional_and_ignored():
     server = Server.of(net(), rules.FedAsync(0.5))
     before = bits(server.state_dict())
     ticket = server.dispatch("a")
@@ -227,7 +233,7 @@ FREED.untyped_storage().resize_(0)
         ([STATE, STATE], "model: expected one model, (1, P), for FedAsync, got 2"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name_and_may_be_sent_again(model, words):
+def test_invalid_model_is_rejected_by_name_and_client_may_retry(model, words):
     server = Server.of(net(), rules.FedAsync(0.5))
     ticket = server.dispatch("a")
     before = bits(server.state_dict())
@@ -240,7 +246,7 @@ def test_what_does_not_fit_is_refused_by_name_and_may_be_sent_again(model, words
     assert server.receive_model(ticket, STATE, samples=2).accepted
 
 
-def test_a_model_that_looks_like_a_difference_is_named():
+def test_model_that_looks_like_a_difference_is_rejected():
     server = Server.of(net(), rules.FedAsync(0.5))
     ticket = server.dispatch("a")
     start = ticket.state_dict()
@@ -274,13 +280,13 @@ def test_a_difference_with_a_negative_variance_is_rejected_as_a_difference():
     assert server.receive_model(ticket, start, samples=1).accepted
 
 
-def test_state_dicts_are_for_named_tensors_alone():
+def test_state_dicts_require_a_space_with_named_tensors():
     server = Server(Flat(2), rules.FedAsync(), torch.zeros(2))
     with pytest.raises(ArgumentError, match="space: expected a ParameterSpace, got Flat"):
         server.receive_model(server.dispatch("a"), {}, samples=1)
 
 
-def test_who_returns_a_model_is_checked_and_gets_the_receipt_again():
+def test_receive_model_checks_the_client_and_repeats_the_receipt():
     server = Server.of(net(), rules.FedAsync(0.5), limits=UpdateLimits(max_samples=9))
     ticket = server.dispatch("a")
     assert "client" in server.receive_model(ticket, STATE, samples=1, client="b").reason
@@ -292,8 +298,8 @@ def test_who_returns_a_model_is_checked_and_gets_the_receipt_again():
     assert server.version == 1
 
 
-def test_a_loop_of_plain_torch_learns_through_a_server():
-    """Clients that know nothing but modules: load, train, return the state dict."""
+def test_plain_torch_training_loop_learns_with_a_server():
+    """The clients only load, train and return a state dict."""
     server = Server.of(net(), rules.FedAsync(0.5), weights="uniform")
     inputs = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
     labels = (inputs[:, 0] > 0).long()
@@ -325,7 +331,7 @@ def test_a_loop_of_plain_torch_learns_through_a_server():
 
 
 @pytest.mark.parametrize("rule", [rules.FedOrtho(0.5), rules.AsyncBezier(0.5)], ids=lambda rule: type(rule).__name__)
-def test_a_path_is_the_state_dict_in_its_file(rule, tmp_path):
+def test_receive_model_accepts_a_path_of_a_state_dict(rule, tmp_path):
     twins = [Server.of(net(), rule) for _ in range(2)]
     count = 1 if isinstance(rule, rules.FedOrtho) else 2
     for turn in range(2):

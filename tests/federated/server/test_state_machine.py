@@ -1,4 +1,7 @@
-"""Any order of dispatches, answers, retries, drops, interrupts, forks and crashes, against plain dictionaries."""
+"""State machine test of a server against plain dicts.
+
+It runs dispatches, updates, retries, drops, interrupts, forks and crashes in any order.
+"""
 
 import copy
 import tempfile
@@ -23,7 +26,7 @@ EXPIRED = f"ticket: expired: no update arrived within {TIMEOUT} s"
 
 
 class Remembers(Gathers):
-    """Moves by the sum of two displacements, and counts every client's answers."""
+    """Rule that moves the model by the sum of two displacements, and counts the updates of every client."""
 
     message = Adds.message
 
@@ -35,7 +38,7 @@ class Remembers(Gathers):
 
 
 class Oracle:
-    """What a server should be: a list of versions, and a dictionary for everything else."""
+    """Model of a server: a list of versions, and dicts for everything else."""
 
     def __init__(self):
         self.versions = [torch.zeros(P)]
@@ -53,14 +56,14 @@ class Oracle:
         self.refused[kind] = self.refused.get(kind, 0) + 1
 
     def lapse(self):
-        """End what is older than it may be."""
+        """End tickets that are too old."""
         for ticket, (_, _, _, since) in [*self.open.items()]:
             if self.now - since > TIMEOUT:
                 del self.open[ticket]
                 self.receipts[ticket] = EXPIRED
 
     def take(self, ticket, move, samples):
-        """An update that is accepted."""
+        """Apply an accepted update."""
         client, _, _, _ = self.open.pop(ticket)
         self.told[client] = samples
         self.waiting.append(move)
@@ -71,7 +74,7 @@ class Oracle:
 
 
 class Machine(RuleBasedStateMachine):
-    """The server beside the oracle. Integers are exact in float32, so that the two agree to the last bit."""
+    """A server next to the oracle. Integers are exact in float32, so both are bitwise equal."""
 
     tickets = Bundle("tickets")
     used = Bundle("used")
@@ -130,7 +133,7 @@ class Machine(RuleBasedStateMachine):
         at=st.none() | st.integers(0, 300),
     )
     def answer(self, sent, move, samples, at):
-        """Perhaps it is interrupted, and answered again."""
+        """Send an update. It may be interrupted and sent again."""
         ticket, client, retain_base = sent
         oracle = self.oracle
         oracle.lapse()
@@ -161,7 +164,7 @@ class Machine(RuleBasedStateMachine):
         return sent
 
     def check_over(self, ticket_id, receipt):
-        """What is said on a ticket that is no longer out: what was said on it, or that nobody knows it."""
+        """Check the receipt for a ticket that has ended: the original receipt, or the rejection of an unknown ticket."""
         known = self.oracle.receipts.get(ticket_id)
         if known is None:
             assert receipt.reason == UNKNOWN
@@ -246,7 +249,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def fork(self):
-        """A child sees what there is, and its end changes nothing."""
+        """Check that a child process sees the current state, and that its exit changes nothing."""
 
         def child():
             try:
@@ -271,7 +274,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.saved is not None)
     @rule()
     def crash(self):
-        """What came after the last save never was; the time in which no server runs does not count."""
+        """Discard everything after the last save. The time without a running server does not count."""
         path, oracle = self.saved
         self.server.close()
         self.oracle = copy.deepcopy(oracle)

@@ -1,4 +1,4 @@
-"""Threads: nothing is lost, doubled or torn, and nobody waits for arithmetic that is not theirs."""
+"""Tests with threads: no update is lost, applied twice or torn, and calls do not wait for unrelated updates."""
 
 import random
 import sys
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("as_shipped")
 
 @pytest.fixture
 def eager():
-    """Threads are switched a thousand times more often than usual."""
+    """Switch threads a thousand times more often than usual."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(5e-6)
     yield
@@ -34,7 +34,7 @@ def eager():
 
 
 def together(count, work):
-    """Run `work(i)` in `count` threads at once; what one raises is raised here."""
+    """Run `work(i)` in `count` threads at the same time, and raise the exception of a thread in the caller."""
     errors, gate = [], threading.Barrier(count)
 
     def guarded(i):
@@ -55,7 +55,7 @@ def together(count, work):
 
 
 def whole(model, version):
-    """A model of `Adds` that all displacements of 1 have made: every entry counts the versions."""
+    """Check that all entries of a model of `Adds` equal the version. The entries count the applied displacements of 1."""
     assert model.eq(model[0]).all()
     assert model[0].item() == version
     return True
@@ -63,8 +63,8 @@ def whole(model, version):
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("eager")
-def test_ten_thousand_updates_of_sixteen_threads():
-    """Each displacement is 1: a lost or doubled update is a wrong count, a torn one unequal entries."""
+def test_updates_of_16_threads_are_applied_exactly_once():
+    """Each displacement is 1. A lost or repeated update gives a wrong count, and a torn update gives unequal entries."""
     s = Server(Flat(P), Adds(), torch.zeros(P, dtype=torch.float64), weights="uniform")
     receipts, refusals, dropped = [], [], []
 
@@ -111,7 +111,7 @@ def test_ten_thousand_updates_of_sixteen_threads():
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_ticket_is_good_once_however_many_try():
+def test_only_one_thread_can_use_a_ticket():
     s = Server(Flat(P), Adds(), torch.zeros(P), weights="uniform")
     tickets = [s.dispatch("a") for _ in range(100)]
     outcomes = [[] for _ in tickets]
@@ -140,7 +140,7 @@ def test_a_ticket_is_good_once_however_many_try():
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_real_rule_with_bases_in_files(tmp_path):
+def test_threads_with_spilled_bases_give_the_expected_model(tmp_path):
     s = Server(Flat(64), AsyncBezier(0.5), torch.zeros(64), memory=MemoryPolicy(limit=0, spill=tmp_path))
     accepted = []
 
@@ -158,7 +158,7 @@ def test_a_real_rule_with_bases_in_files(tmp_path):
 
 
 class Paused(Adds):
-    """Stops in the middle of a step until it is told to go on."""
+    """Rule that blocks in a step until the test releases it."""
 
     def __init__(self):
         self.inside, self.go, self.steps = threading.Event(), threading.Event(), 0
@@ -172,7 +172,7 @@ class Paused(Adds):
 
 
 def paused(**options):
-    """A server in the middle of an update on ticket `a`, and what to call for its receipt."""
+    """Return a server during an update on ticket `a`, and a function that returns its receipt."""
     rule = Paused()
     s = Server(Flat(P), rule, torch.zeros(P), **grouped(**options))
     ticket, receipts = s.dispatch("a"), []
@@ -190,7 +190,7 @@ def paused(**options):
     return s, rule, ticket, finish
 
 
-def test_dispatch_drop_and_model_do_not_wait_for_arithmetic():
+def test_dispatch_drop_and_model_do_not_wait_for_an_update():
     s, rule, _, finish = paused(weights={"a": 1, "b": 1})
 
     def others(_):
@@ -208,7 +208,7 @@ def test_dispatch_drop_and_model_do_not_wait_for_arithmetic():
     assert whole(s.model, 1)
 
 
-def test_who_reads_the_history_holds_nobody_up_and_waits_for_nobody():
+def test_reading_history_does_not_wait_for_an_update():
     s, _, _, finish = paused()
     rows = []
     together(1, lambda _: rows.append(s.history))
@@ -218,7 +218,7 @@ def test_who_reads_the_history_holds_nobody_up_and_waits_for_nobody():
 
 
 @pytest.mark.usefixtures("eager")
-def test_history_is_read_whole_while_it_is_written():
+def test_history_is_consistent_during_updates():
     s = Server(Flat(P), Adds(), torch.zeros(P), weights="uniform", limits=ServerLimits(history_size=50))
 
     def work(i):
@@ -235,7 +235,7 @@ def test_history_is_read_whole_while_it_is_written():
     assert [row["version"] for row in s.history] == list(range(951, 1001))
 
 
-def test_an_answer_that_waits_for_its_turn_does_not_expire():
+def test_queued_update_does_not_expire():
     clock = [0.0]
     s, _, _, finish = paused(timeout=10.0, clock=lambda: clock[0])
     waits, gone = s.dispatch("b"), s.dispatch("c")
@@ -251,7 +251,7 @@ def test_an_answer_that_waits_for_its_turn_does_not_expire():
     assert receipts[0].version == 2
 
 
-def test_those_that_still_unpack_keep_nobody_out():
+def test_payloads_that_are_being_decoded_do_not_fill_the_queue():
     s = Server(Flat(P), Adds(), torch.zeros(P), limits=ServerLimits(max_queued_updates=0))
     slow, quick = s.dispatch("a"), s.dispatch("b")
     begun, go = threading.Event(), threading.Event()
@@ -271,7 +271,7 @@ def test_those_that_still_unpack_keep_nobody_out():
     assert receipts[0].accepted
 
 
-def test_beyond_those_that_may_wait_others_are_refused():
+def test_update_beyond_the_queue_limit_is_rejected():
     s, _, _, finish = paused(max_queued_updates=1)
     first, second = s.dispatch("b"), s.dispatch("c")
     receipts = []
@@ -287,8 +287,8 @@ def test_beyond_those_that_may_wait_others_are_refused():
     assert s._updates.lock._alive() == []
 
 
-def test_the_next_update_removes_those_that_ended():
-    """An update that was interrupted cannot remove itself."""
+def test_next_update_removes_interrupted_updates_from_the_queue():
+    """An interrupted update cannot remove itself from the queue."""
     lock = UpdateLock(None)
     long = PendingUpdate("long")
     with long.alive_lock:
@@ -303,7 +303,7 @@ def test_the_next_update_removes_those_that_ended():
     assert lock.tickets == []
 
 
-def test_closing_tells_what_was_not_heard():
+def test_close_passes_missed_versions_to_averaging():
     class Stops:
         average = None
         heard = 0
@@ -328,7 +328,7 @@ def test_closing_tells_what_was_not_heard():
     assert listener.heard == 2
 
 
-def test_a_ticket_that_is_dropped_during_its_update_is_dropped():
+def test_ticket_dropped_during_its_update_stays_dropped():
     s, _, ticket, finish = paused()
     s.drop(ticket.id)
     receipt = finish()
@@ -339,8 +339,8 @@ def test_a_ticket_that_is_dropped_during_its_update_is_dropped():
 
 
 @pytest.mark.parametrize("weights", ["uniform", "observed"])
-def test_a_client_that_joins_during_an_update_counts_from_the_next_one_on(weights):
-    """No step is taken twice: what a rule calls is called once."""
+def test_client_that_joins_during_an_update_counts_from_the_next_update(weights):
+    """The server does not repeat a step, so a rule calls its functions once per update."""
     s, rule, _, finish = paused(weights=weights)
     assert s.dispatch("b").version == 0
     assert finish().weight == 1.0
@@ -350,7 +350,7 @@ def test_a_client_that_joins_during_an_update_counts_from_the_next_one_on(weight
 
 
 @pytest.mark.parametrize("call", [Server.averaged, Server.close, lambda s: s.receive(s.dispatch("b").id, LATER)])
-def test_an_update_that_would_wait_for_itself_is_told(call):
+def test_reentrant_update_raises_instead_of_deadlock(call):
     class Calls(Listens):
         def update(self, version, model):
             call(s)
@@ -361,7 +361,7 @@ def test_an_update_that_would_wait_for_itself_is_told(call):
     assert whole(s.averaged(), 1)
 
 
-def test_averages_are_of_whole_updates():
+def test_averages_contain_only_complete_updates():
     class Last(Listens):
         def update(self, version, model):
             self.average = model

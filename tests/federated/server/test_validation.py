@@ -1,4 +1,4 @@
-"""The intake: a corpus of bad payloads, each refused by name, and none of them leaves a trace."""
+"""Tests of payload validation: each payload of a corpus of invalid payloads is rejected by name and changes nothing."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Demanding(Adds):
-    """Asks for a tensor, two points more, and a number; wants one model."""
+    """Rule that requires exactly one model, a tensor `control`, two tensors `moments` and a number `epochs`."""
 
     tensors = MappingProxyType({"control": None, "moments": 2})
     numbers = ("epochs",)
@@ -108,7 +108,7 @@ def nested():
 
 
 class Liar(dict):
-    """Says it has what it has not."""
+    """Dict that claims to contain every key."""
 
     def __contains__(self, key):
         return True
@@ -119,12 +119,12 @@ def broken(*values):
 
 
 def made(kind, value, **methods):
-    """A value of a subclass with other methods."""
+    """Return an instance of a subclass with other methods."""
     return type(f"Odd{kind.__name__}", (kind,), methods)(value)
 
 
 class Counts:
-    """Registered as an integer; answers with one number after the other."""
+    """Object that is registered as an integer and returns a different number at each call."""
 
     def __init__(self, *answers):
         self.answers = iter(answers)
@@ -144,20 +144,20 @@ def fake(*shape):
 
 
 def escaped(transform, x):
-    """What a functorch transform leaves behind."""
+    """Return a tensor that escaped from a functorch transform."""
     out = []
     transform(lambda x: out.append(x) or x.sum())(x)
     return out[0]
 
 
 class Listed(dict):
-    """Raises where it is asked for what is in it."""
+    """Dict that raises an exception when its entries are read."""
 
     __iter__ = keys = items = __len__ = broken
 
 
 class Pretends:
-    """Says that it is of another class."""
+    """Object that reports another class."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -168,13 +168,13 @@ class Pretends:
 
 
 class Shy:
-    """Does not say of which class it is."""
+    """Object that raises an exception when its class is requested."""
 
     __class__ = property(broken)
 
 
 class Halved(Payload):
-    """Has no points."""
+    """Payload that raises an exception when its points are read."""
 
     @property
     def points(self):
@@ -313,13 +313,13 @@ BAD = {
 }  # fmt: skip
 
 
-def test_the_corpus_is_large():
+def test_corpus_of_invalid_payloads_is_large():
     assert len(BAD) >= 60
 
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_payload_is_refused_and_changes_nothing(name):
+def test_invalid_payload_is_rejected_and_changes_nothing(name):
     make, reason = BAD[name]
     s = server(update_limits=UpdateLimits(max_norm=1e6, norm_factor=10.0, norm_after=2))
     late = s.dispatch("b")
@@ -343,7 +343,7 @@ def test_a_bad_payload_is_refused_and_changes_nothing(name):
 
 
 class Loud(torch.Tensor):
-    """Raises whatever it is asked."""
+    """Tensor subclass that raises an exception in every operation."""
 
     detach = to = broken
 
@@ -353,7 +353,7 @@ class Loud(torch.Tensor):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_what_is_read_as_it_should_be_counts_as_that():
+def test_subclasses_of_valid_types_are_accepted():
     s = server()
     name = StrEnum("Name", {"epochs": "epochs"})
     good_as = good(
@@ -381,7 +381,7 @@ def test_what_is_read_as_it_should_be_counts_as_that():
         ([1.0] * P, "base: expected a floating tensor"),
     ],
 )
-def test_a_bad_base_is_refused_and_changes_nothing(base, reason):
+def test_invalid_base_is_rejected_and_changes_nothing(base, reason):
     s = server()
     ticket = s.dispatch("a", retain_base=False)
     before = fingerprint(s)
@@ -403,7 +403,7 @@ GOOD = {
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("name", GOOD)
-def test_what_is_odd_but_right_comes_in_unharmed(name):
+def test_unusual_valid_payloads_are_accepted(name):
     given, s = GOOD[name](), server()
     assert s.receive(s.dispatch("a").id, given).reason == ""
     assert torch.equal(given.points.detach(), torch.ones(1, P))
@@ -413,7 +413,7 @@ def test_what_is_odd_but_right_comes_in_unharmed(name):
     assert type(s._state.value.model_state.state["epochs"]) is float
 
 
-def test_no_payload_is_written_or_kept():
+def test_server_neither_modifies_nor_stores_a_payload():
     given = good()
     kept = [tensor.clone() for tensor in (given.points, *given.tensors.values(), *given.buffers.values())]
     s = server()
@@ -429,7 +429,7 @@ def test_no_payload_is_written_or_kept():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_step_is_taken_outside_of_transforms():
+def test_step_runs_outside_of_functorch_transforms():
     s = server()
     ticket, reasons = s.dispatch("a"), []
 
@@ -441,7 +441,7 @@ def test_a_step_is_taken_outside_of_transforms():
     assert reasons == ["points: expected a tensor with values, got a tensor of a functorch transform"]
 
 
-def test_the_largest_norm():
+def test_update_above_max_norm_is_rejected():
     s = Server(Flat(2), Adds(), torch.zeros(2), limits=UpdateLimits(max_norm=5.0))
     assert s.receive(s.dispatch("a").id, Payload(torch.tensor([[3.0, 4.0]]), 1)).accepted
     ticket = s.dispatch("a")
@@ -454,7 +454,7 @@ def test_the_largest_norm():
     assert s.receive(ticket.id, Payload(torch.tensor([[3.0, 9.0]]), 1)).accepted
 
 
-def test_the_running_median():
+def test_update_above_multiple_of_running_median_is_rejected():
     s = Server(
         Flat(1), Adds(), torch.zeros(1), limits=ServerLimits(UpdateLimits(norm_factor=3.0, norm_window=5, norm_after=3))
     )
@@ -477,14 +477,14 @@ def test_the_running_median():
     assert s.rejected == {"points": 3}
 
 
-def test_a_median_of_zero_shuts_nobody_out():
+def test_median_of_zero_rejects_no_update():
     s = Server(Flat(1), Adds(), torch.zeros(1), limits=UpdateLimits(norm_factor=2.0, norm_after=1))
     for norm in (0.0, 0.0, 1.0):
         ticket = s.dispatch("a")
         assert s.receive(ticket.id, Payload(ticket.message.start[None] + norm, 1)).accepted
 
 
-def test_norms_are_the_spaces():
+def test_norms_are_computed_in_the_space():
     space, x = Sphere(3), torch.tensor([1.0, 0.0, 0.0])
     points = torch.stack([torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.6, 0.8, 0.0])])
     assert update_norm(space, x, points) == pytest.approx(math.pi / 2, rel=1e-6)
@@ -499,7 +499,7 @@ def test_norms_are_the_spaces():
     assert update_norm(Sphere(3), x, -x[None]) == math.inf
 
 
-def test_points_of_curved_leaves_lie_on_them_to_the_rounding_of_the_leaf():
+def test_points_must_be_on_curved_leaves_up_to_rounding():
     net = nn.Linear(3, 2)
     net.weight.data /= net.weight.data.norm(dim=-1, keepdim=True)
     narrow = net.bfloat16()
@@ -526,14 +526,14 @@ BY_ROWS = {
 
 @pytest.fixture(params=BY_ROWS)
 def plain(request):
-    """A rule that reads of the points no more than a Gram matrix and a combination."""
+    """A rule that uses the points only in a Gram matrix and a linear combination."""
     return BY_ROWS[request.param]
 
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("checks", [None, UpdateLimits(max_norm=1e6)])
-def test_what_nobody_looked_at_is_refused_in_the_same_words(plain, checks, dtype):
+def test_self_checked_inputs_are_rejected_with_the_same_message(plain, checks, dtype):
     s = Server(Flat(P), plain, torch.zeros(P, dtype=dtype), limits=checks or ServerLimits())
     count = 2 if isinstance(plain, AsyncBezier) else 1
     assert s.receive(s.dispatch("light").id, Payload(torch.ones(count, P, dtype=dtype), 1)).accepted
@@ -556,7 +556,7 @@ def test_what_nobody_looked_at_is_refused_in_the_same_words(plain, checks, dtype
 
 
 class Selfish(Demanding):
-    """Checks some of its inputs itself."""
+    """Rule that checks some of its inputs itself."""
 
     self_checked = ("control", "points")
 
@@ -591,7 +591,7 @@ def test_the_schema_names_the_fields_that_the_rule_checks(space, rule, fields):
 
 
 @given(seeds, st.sampled_from([(40_000,), (3, 20_000), (70_000, 1), (2, 3, 9_000)]), st.integers(1, 3))
-def test_the_first_odd_entry_is_named_and_nothing_large_is_made(seed, shape, count):
+def test_error_names_the_first_invalid_entry_without_large_allocation(seed, shape, count):
     class Made(TorchDispatchMode):
         largest = 0
 
@@ -614,7 +614,7 @@ def test_the_first_odd_entry_is_named_and_nothing_large_is_made(seed, shape, cou
     assert made.largest <= 2**14 * x.ndim
 
 
-def test_points_that_a_gram_matrix_measures_are_not_read_for_it_alone(plain):
+def test_finiteness_check_reuses_the_gram_matrix(plain):
     class Reads(TorchDispatchMode):
         read = 0
 

@@ -1,4 +1,7 @@
-"""The life of a server as a script: what happens next is told by how much has happened, in whichever process."""
+"""A scripted run of a server.
+
+The next event depends only on the number of past events, so another process can continue the run.
+"""
 
 import signal
 from dataclasses import replace
@@ -21,7 +24,7 @@ LAG = 4
 
 
 def payload(rule, ticket, seed):
-    """What a client answers to a message: near where it started, with whatever its rule asks for."""
+    """Return a payload for a message: points near the start model, and everything that the rule requires."""
     start = ticket.message.start
     tensors, names = extra_fields(rule)
     count = getattr(
@@ -37,7 +40,7 @@ def payload(rule, ticket, seed):
 
 
 def carrying(rule, ticket, seed):
-    """The same with buffers, but counters of batches, which the server leaves."""
+    """Return a payload with buffers, except the counters of batches, which the server does not update."""
     buffers = {
         name: x + draw(seed, *x.shape, dtype=x.dtype).abs()
         for name, x in ticket.message.buffers.items()
@@ -47,7 +50,7 @@ def carrying(rule, ticket, seed):
 
 
 class Wall:
-    """A clock that shows what it is set to."""
+    """A clock whose time the test sets."""
 
     def __init__(self, now=0.0):
         self.now = now
@@ -57,7 +60,10 @@ class Wall:
 
 
 class Life:
-    """Dispatches and answers in turns, the answers late; one ticket in seven is dropped, one answer in five is bad."""
+    """A run that alternates dispatches and late updates.
+
+    One ticket in seven is dropped, and one update in five is invalid.
+    """
 
     def __init__(self, server):
         self.server = server
@@ -65,7 +71,7 @@ class Life:
         self.events = 0
 
     def go(self, events, answer=payload):
-        """So many events more; the receipts as they were."""
+        """Run the given number of events, and return the representations of the receipts."""
         told = []
         for _ in range(events):
             i = self.events
@@ -84,7 +90,7 @@ class Life:
         return told
 
     def on(self, server):
-        """The same life on another server."""
+        """Continue the same run on another server."""
         other = Life(server)
         other.out = [*self.out]
         other.events = self.events
@@ -92,7 +98,7 @@ class Life:
 
 
 def content(server):
-    """All that a server knows, as values that compare; tickets without their ids."""
+    """Return the whole state of a server as comparable values, with tickets but without their ids."""
     state = server._state.value
     return {
         "model_state": bits(state.model_state),
@@ -113,7 +119,7 @@ LARGE = 2**14
 
 
 def large(updates, **options):
-    """A server for `script`."""
+    """Return a server for `script`."""
     space = Flat(LARGE)
     return Server(
         space,
@@ -126,7 +132,10 @@ def large(updates, **options):
 
 
 def script(server, until=None, told=lambda updates: None):
-    """Clients that answer in the order in which they left; how far they are is told by the server's record."""
+    """Run clients that return updates in the order of their dispatch.
+
+    The history of the server determines where the run continues.
+    """
     for i in range(len(server.history), until or 10**9):
         while len(server._state.value.tickets) < LAG:
             issued = i + len(server._state.value.tickets)
@@ -137,7 +146,7 @@ def script(server, until=None, told=lambda updates: None):
 
 
 def run_until_killed(path, channel):
-    """The script with a checkpoint after every update, in a process of its own."""
+    """Run the script in a separate process, with a checkpoint after every update."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     script(large(0, checkpoint=CheckpointPolicy(path, every_updates=1)), told=channel.send)

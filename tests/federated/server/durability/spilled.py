@@ -1,4 +1,4 @@
-"""What a process has of unlinked files: their mappings, descriptors and bytes."""
+"""Functions that list the unlinked files of a process: their mappings, descriptors and bytes."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints: a server that was saved goes on bit for bit, whatever happened to the process, and says what does not fit."""
+"""Tests of checkpoints: a resumed server is bitwise equal to the saved one, and mismatches raise descriptive errors."""
 
 import errno
 import logging
@@ -53,13 +53,13 @@ def fresh(rule=None, **options):
 
 
 def resumed(folder, server, **options):
-    """A second server, from what the first one saves."""
+    """Save a server, and return a second server that is resumed from the file."""
     server.save(folder / FILE)
     return Server.resume(folder / FILE, server.space, server.rule, **grouped(**options))
 
 
 def goes_on(life, other, events=12, answer=payload):
-    """Whether two servers live alike from here on."""
+    """Return whether two servers give equal results from now on."""
     mine = content(life.server)
     assert content(other) == mine
     twin = life.on(other)
@@ -77,7 +77,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_goes_on_bit_for_bit(tmp_path, name, variant):
+def test_resumed_server_of_every_rule_is_bitwise_equal(tmp_path, name, variant):
     options = VARIANTS[variant]
     life = Life(fresh(RULES[name], **options()))
     life.go(8)
@@ -87,7 +87,7 @@ def test_every_rule_goes_on_bit_for_bit(tmp_path, name, variant):
     goes_on(life, other, 5)
 
 
-def test_exact_averages_go_on_too(tmp_path):
+def test_exact_averages_are_resumed(tmp_path):
     life = Life(fresh(averaging=SWA(SPACE, kind="exact", cycle=2)))
     life.go(12)
     goes_on(life, resumed(tmp_path, life.server, averaging=SWA(SPACE, kind="exact", cycle=2)))
@@ -110,7 +110,7 @@ def test_exact_averages_go_on_too(tmp_path):
     ids=lambda options: ", ".join(options),
 )
 @pytest.mark.parametrize("rule", [FedBuff(3), Gathers(2, patient=False)], ids=lambda r: type(r).__name__)
-def test_options_go_on_too(tmp_path, rule, options):
+def test_options_are_resumed(tmp_path, rule, options):
     life = Life(fresh(rule, **options))
     life.go(10)
     goes_on(life, resumed(tmp_path, life.server))
@@ -123,7 +123,7 @@ def network():
 
 @pytest.mark.parametrize("manifolds", [None, {"0.weight": Sphere(3)}], ids=["flat", "curved"])
 @pytest.mark.parametrize("rule", [FedBuff(3), AsyncBezier(0.5)], ids=lambda r: type(r).__name__)
-def test_buffers_and_curved_leaves_go_on_too(tmp_path, rule, manifolds):
+def test_buffers_and_curved_leaves_are_resumed(tmp_path, rule, manifolds):
     net = network()
     net[0].weight.data /= net[0].weight.data.norm(dim=-1, keepdim=True)
     space = ParameterSpace.of(net, manifolds)
@@ -142,7 +142,7 @@ def test_buffers_and_curved_leaves_go_on_too(tmp_path, rule, manifolds):
     assert all(torch.equal(x, server.state_dict()[name]) for name, x in other.state_dict().items())
 
 
-def test_tickets_without_a_base_and_models_that_are_still_out_go_on(tmp_path):
+def test_tickets_without_base_and_models_in_flight_are_resumed(tmp_path):
     server = fresh()
     bare = server.dispatch("a", retain_base=False)
     kept = server.dispatch("b")
@@ -158,7 +158,7 @@ def test_tickets_without_a_base_and_models_that_are_still_out_go_on(tmp_path):
     assert other.memory == server.memory
 
 
-def test_who_asks_again_after_a_crash_gets_the_same_receipt(tmp_path):
+def test_retry_after_crash_returns_the_same_receipt(tmp_path):
     server = fresh(max_staleness=0)
     tickets = [server.dispatch("a"), server.dispatch("b")]
     told = [server.receive(ticket, Payload(torch.ones(1, SIZE), 1)) for ticket in tickets]
@@ -174,7 +174,7 @@ def test_who_asks_again_after_a_crash_gets_the_same_receipt(tmp_path):
     )
 
 
-def test_tickets_are_as_old_as_they_were(tmp_path):
+def test_resumed_tickets_keep_their_age(tmp_path):
     wall = Wall(100.0)
     server = fresh(timeout=10.0, clock=wall)
     old = server.dispatch("a")
@@ -190,7 +190,7 @@ def test_tickets_are_as_old_as_they_were(tmp_path):
         assert other.expire() == gone
 
 
-def test_saved_options_are_the_defaults_and_given_ones_go_before(tmp_path):
+def test_given_options_override_saved_options(tmp_path):
     server = fresh(max_in_flight=3, max_queued_updates=5, timeout=9.0, history_size=7, weights={"a": 1, "b": 3})
     assert server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).weight == 0.25
     other = resumed(tmp_path, server)
@@ -215,7 +215,7 @@ def halving(version):
     return 0.5**version
 
 
-def test_another_rule_is_refused_unless_it_is_to_replace_the_one_that_was_saved(tmp_path):
+def test_resume_with_another_rule_requires_replace(tmp_path):
     server = fresh(FedAdam(3, rate=slowing))
     life = Life(server)
     life.go(8)
@@ -236,7 +236,7 @@ def test_another_rule_is_refused_unless_it_is_to_replace_the_one_that_was_saved(
 
 
 @pytest.mark.parametrize("wrap", [lambda rule: rule, lambda rule: Momentum(rule, 0.5)], ids=["alone", "wrapped"])
-def test_participations_are_never_counted_with_another_noise(tmp_path, wrap):
+def test_resume_rejects_private_rule_with_other_noise(tmp_path, wrap):
     server = fresh(wrap(Private(FedBuff(2), clip=5.0, noise=1.0)))
     server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
     server.save(tmp_path / FILE)
@@ -249,7 +249,7 @@ def test_participations_are_never_counted_with_another_noise(tmp_path, wrap):
     assert Server.resume(tmp_path / FILE, SPACE, FedAsync(0.5), replace=True).version == 0
 
 
-def test_what_was_kept_for_clients_goes_with_its_rule(tmp_path):
+def test_replaced_rule_discards_client_states(tmp_path):
     server = fresh()
     server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
     server.save(tmp_path / FILE)
@@ -258,7 +258,7 @@ def test_what_was_kept_for_clients_goes_with_its_rule(tmp_path):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_the_model_of_another_architecture_is_refused(tmp_path):
+def test_resume_rejects_model_of_another_architecture(tmp_path):
     network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     Server.of(network, FedAsync(0.5)).save(tmp_path / "server")
     longer = torch.nn.Sequential(*network, torch.nn.Linear(2, 2))
@@ -268,13 +268,13 @@ def test_the_model_of_another_architecture_is_refused(tmp_path):
         Server.resume(tmp_path / "server", longer, FedAsync(0.5))
 
 
-def test_another_space_is_refused(tmp_path):
+def test_resume_rejects_another_space(tmp_path):
     fresh().save(tmp_path / FILE)
     with pytest.raises(CheckpointError, match=r"server: space: n: was 6, got 7|server: space: .*was 6, got 7"):
         Server.resume(tmp_path / FILE, Flat(7), Adds(), replace=True)
 
 
-def test_what_averages_is_given_again(tmp_path):
+def test_resume_requires_the_averaging_of_the_checkpoint(tmp_path):
     server = fresh(averaging=SWA(SPACE))
     server.save(tmp_path / FILE)
     with pytest.raises(
@@ -292,7 +292,7 @@ def test_what_averages_is_given_again(tmp_path):
     assert Server.resume(tmp_path / FILE, SPACE, Adds(), averaging=SWA(SPACE)).version == 0
 
 
-def test_what_has_no_name_is_told_when_it_is_saved(tmp_path):
+def test_save_rejects_functions_and_clients_without_stable_name(tmp_path):
     server = fresh(FedAsync(lambda version: 0.5))
     with pytest.raises(CheckpointError, match=r"^rule: rate: expected a function of a module.*<lambda>"):
         server.save(tmp_path / FILE)
@@ -309,7 +309,7 @@ def test_what_has_no_name_is_told_when_it_is_saved(tmp_path):
 
 
 @pytest.mark.parametrize("client", [("ward", 7), 1.5, None, True, frozenset(), b"x"])
-def test_clients_are_strings_or_integers_where_checkpoints_are_written(tmp_path, client):
+def test_checkpoints_require_clients_that_are_strings_or_integers(tmp_path, client):
     server = fresh(checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=1))
     before = content(server)
     with pytest.raises(ArgumentError, match="^client: expected a string or an integer"):
@@ -318,7 +318,7 @@ def test_clients_are_strings_or_integers_where_checkpoints_are_written(tmp_path,
     fresh().dispatch(client)
 
 
-def test_damaged_and_foreign_files_are_told_by_what_is_wrong_with_them(tmp_path):
+def test_error_describes_the_defect_of_damaged_or_foreign_file(tmp_path):
     server = fresh()
     path = tmp_path / FILE
     server.save(path)
@@ -342,7 +342,7 @@ def test_damaged_and_foreign_files_are_told_by_what_is_wrong_with_them(tmp_path)
     assert Server.resume(f"{path}.1", SPACE, Adds()).version == 0
 
 
-def test_another_backend_warns(tmp_path, monkeypatch):
+def test_resume_with_another_backend_warns(tmp_path, monkeypatch):
     server = fresh()
     server.save(tmp_path / FILE)
     before = set_backend("reference")
@@ -366,17 +366,17 @@ def test_another_backend_warns(tmp_path, monkeypatch):
         ({"every_updates": 1, "path": "nowhere/at/all"}, "path: expected the path of a file in an existing folder"),
     ],
 )
-def test_when_to_write_is_checked_at_the_door(tmp_path, given, told):
+def test_checkpoint_policy_rejects_invalid_intervals(tmp_path, given, told):
     with pytest.raises(ArgumentError, match=told):
         CheckpointPolicy(**{"path": tmp_path / FILE, **given})
 
 
-def test_a_server_takes_every_and_nothing_else(tmp_path, as_shipped):
+def test_server_rejects_checkpoint_that_is_not_a_policy(tmp_path, as_shipped):
     with pytest.raises(ArgumentError, match="checkpoint: expected CheckpointPolicy, got '"):
         fresh(checkpoint=str(tmp_path / FILE))
 
 
-def test_every_so_many_updates_a_checkpoint_is_written(tmp_path):
+def test_checkpoint_is_written_after_every_n_updates(tmp_path):
     server = fresh(checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=3, keep=2))
     seen = []
     for i in range(10):
@@ -389,7 +389,7 @@ def test_every_so_many_updates_a_checkpoint_is_written(tmp_path):
     assert [Server.resume(tmp_path / name, SPACE, Adds()).version for name in (FILE, f"{FILE}.1")] == [9, 6]
 
 
-def test_every_so_many_seconds_a_checkpoint_is_written(tmp_path, monkeypatch):
+def test_checkpoint_is_written_after_every_interval_in_seconds(tmp_path, monkeypatch):
     seconds = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
     server = fresh(checkpoint=CheckpointPolicy(tmp_path / FILE, every_seconds=10.0), clock=Wall())
@@ -402,7 +402,7 @@ def test_every_so_many_seconds_a_checkpoint_is_written(tmp_path, monkeypatch):
         assert there == version
 
 
-def test_a_clock_is_given_again_and_compared_by_name(tmp_path):
+def test_resume_requires_a_clock_with_the_saved_name(tmp_path):
     path = tmp_path / FILE
     fresh(clock=Wall()).save(path)
     assert Server.resume(path, SPACE, Adds(), clock=Wall()).version == 0
@@ -418,7 +418,7 @@ def test_a_clock_is_given_again_and_compared_by_name(tmp_path):
     assert Server.resume(path, SPACE, Adds(), clock=Wall(7.0).__call__).version == 0
 
 
-def test_updates_do_not_wait_for_a_file_and_no_two_are_written_at_once(tmp_path, monkeypatch):
+def test_updates_do_not_wait_for_checkpoints_which_are_written_one_at_a_time(tmp_path, monkeypatch):
     begun = threading.Semaphore(0)
     go_on = threading.Semaphore(0)
     writing = []
@@ -447,7 +447,7 @@ def test_updates_do_not_wait_for_a_file_and_no_two_are_written_at_once(tmp_path,
     assert len(os.listdir(tmp_path)) == 2
 
 
-def test_what_goes_wrong_beside_is_logged_and_raised_when_the_server_is_closed(tmp_path, monkeypatch, caplog):
+def test_background_checkpoint_error_is_logged_and_raised_by_close(tmp_path, monkeypatch, caplog):
     def full(path, kind, tree, *, keep):
         raise CheckpointError("disk full")
 
@@ -474,7 +474,7 @@ def test_what_goes_wrong_beside_is_logged_and_raised_when_the_server_is_closed(t
     assert Server.resume(folder / FILE, SPACE, Adds()).version == 2
 
 
-def test_without_threads_the_last_checkpoint_is_written_when_the_server_is_closed(tmp_path, monkeypatch):
+def test_close_writes_the_last_checkpoint_if_threads_are_unavailable(tmp_path, monkeypatch):
     def none(thread):
         raise RuntimeError("can't start new thread")
 
@@ -487,7 +487,7 @@ def test_without_threads_the_last_checkpoint_is_written_when_the_server_is_close
     assert Server.resume(tmp_path / FILE, SPACE, Adds()).version == 1
 
 
-def test_a_server_that_was_closed_or_is_being_updated_is_not_saved(tmp_path):
+def test_save_during_an_update_or_after_close_raises(tmp_path):
     class Saves(Adds):
         def step(self, *given, **named):
             server.save(tmp_path / FILE)
@@ -503,7 +503,7 @@ def test_a_server_that_was_closed_or_is_being_updated_is_not_saved(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_moment_is_written_later_beside_what_else_its_owner_keeps(tmp_path):
+def test_snapshot_can_be_written_later_with_other_data(tmp_path):
     life = Life(fresh(Gathers(3)))
     life.go(9)
     moment = life.server.snapshot()
@@ -523,7 +523,7 @@ def test_a_moment_is_written_later_beside_what_else_its_owner_keeps(tmp_path):
         life.server.snapshot()
 
 
-def test_tickets_whose_base_was_lost_are_left_out_and_a_lost_memory_is_told(tmp_path):
+def test_save_omits_tickets_with_lost_base_and_reports_lost_client_state(tmp_path):
     (tmp_path / "spill").mkdir()
     server = fresh(memory_limit=0, spill=tmp_path / "spill")
     lost = server.dispatch("a")
@@ -539,7 +539,7 @@ def test_tickets_whose_base_was_lost_are_left_out_and_a_lost_memory_is_told(tmp_
 
 
 def test_a_checkpoint_reads_spilled_trees_without_a_copy(tmp_path):
-    """All of them at once may not fit in memory."""
+    """All spilled trees together may not fit in memory."""
     server = fresh(memory_limit=0, spill=tmp_path)
     server.dispatch("a")
     server.receive(server.dispatch("b"), Payload(torch.ones(1, SIZE), 1)).check()
@@ -552,7 +552,7 @@ def test_a_checkpoint_reads_spilled_trees_without_a_copy(tmp_path):
         assert [tensor.data_ptr() for tensor in tensors(tree)] == [tensor.data_ptr() for tensor in views]
 
 
-def test_a_save_beside_updates_holds_one_moment(tmp_path):
+def test_save_during_concurrent_updates_is_consistent(tmp_path):
     server = fresh(Gathers(2, patient=False), weights="uniform")
 
     def work(name):
@@ -574,7 +574,7 @@ def test_a_save_beside_updates_holds_one_moment(tmp_path):
     assert versions == sorted(versions)
 
 
-def test_a_fault_at_any_call_of_a_save_leaves_the_older_server(tmp_path, monkeypatch):
+def test_fault_at_any_call_of_save_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
     life = Life(fresh(AsyncBezier(0.5), memory_limit=50))
     life.go(6)
     life.server.save(tmp_path / FILE)
@@ -597,7 +597,7 @@ def test_a_fault_at_any_call_of_a_save_leaves_the_older_server(tmp_path, monkeyp
 
 
 def killed(folder, context, seed):
-    """Resume what a process leaves that is killed at some moment, and compare with a run that was not."""
+    """Resume from the files of a process that was killed at some time, and compare the run with an uninterrupted run."""
     chance = random.Random(seed)
     path = folder / FILE
     mine, theirs = context.Pipe(duplex=False)
@@ -632,20 +632,20 @@ def forks():
     return context
 
 
-def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path):
+def test_killed_run_resumes_bitwise_equal(tmp_path):
     for seed in range(5):
         (tmp_path / str(seed)).mkdir()
         killed(tmp_path / str(seed), forks(), seed)
 
 
 @pytest.mark.soak
-def test_a_hundred_runs_that_are_killed_go_on_as_if_nothing_had_happened(tmp_path):
+def test_a_hundred_killed_runs_resume_bitwise_equal(tmp_path):
     for seed in range(100, 200):
         (tmp_path / str(seed)).mkdir()
         killed(tmp_path / str(seed), forks(), seed)
 
 
-def test_a_server_that_closes_leaves_files_to_the_checkpoint_that_needs_them(tmp_path, monkeypatch):
+def test_close_keeps_files_that_a_pending_checkpoint_needs(tmp_path, monkeypatch):
     go_on = threading.Event()
     kept = checkpoint._stored_trees
 
@@ -671,7 +671,7 @@ def test_a_server_that_closes_leaves_files_to_the_checkpoint_that_needs_them(tmp
     assert not [*tmp_path.glob("manifoldagg-*")]
 
 
-def test_who_waits_while_a_server_closes_writes_no_checkpoint_of_nothing(tmp_path, monkeypatch):
+def test_update_during_close_writes_no_empty_checkpoint(tmp_path, monkeypatch):
     seconds = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
     server = fresh(checkpoint=CheckpointPolicy(tmp_path / FILE, every_seconds=1.0, keep=1))
@@ -692,7 +692,7 @@ def test_who_waits_while_a_server_closes_writes_no_checkpoint_of_nothing(tmp_pat
     assert len(Server.resume(tmp_path / FILE, SPACE, Adds())._state.value.tickets) == 2
 
 
-def test_a_wrapper_round_another_rule_begins_anew(tmp_path):
+def test_replaced_wrapper_rule_starts_with_a_new_state(tmp_path):
     server = fresh(Momentum(FedAsync(0.5)))
     server.receive(server.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).check()
     server.save(tmp_path / FILE)
@@ -701,18 +701,18 @@ def test_a_wrapper_round_another_rule_begins_anew(tmp_path):
     assert other.receive(other.dispatch("a"), Payload(torch.ones(1, SIZE), 1)).buffered
 
 
-def test_names_that_no_file_can_hold_are_told_with_the_weights(tmp_path):
+def test_weights_with_names_that_no_file_can_store_are_rejected(tmp_path):
     with pytest.raises(ArgumentError, match="client: expected a string or an integer"):
         fresh(weights={("ward", 7): 10}, checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=1))
 
 
-def test_an_average_of_other_options_does_not_go_on(tmp_path):
+def test_resume_rejects_averaging_with_other_options(tmp_path):
     server = fresh(averaging=SWA(SPACE, start=2))
     with pytest.raises(ArgumentError, match=r"state: expected the state of an SWA with .*'start': 3"):
         resumed(tmp_path, server, averaging=SWA(SPACE, start=3))
 
 
-def test_a_receipt_that_says_nothing_of_the_cosine_comes_back_equal(tmp_path):
+def test_receipt_without_cosine_is_restored_equal(tmp_path):
     server = fresh(FedAsync(0.5))
     ticket = server.dispatch("a")
     receipt = server.receive(ticket, Payload(torch.ones(1, SIZE), 1))
@@ -720,7 +720,7 @@ def test_a_receipt_that_says_nothing_of_the_cosine_comes_back_equal(tmp_path):
     assert resumed(tmp_path, server).receive(ticket, Payload(torch.ones(1, SIZE), 1)) == receipt
 
 
-def test_older_files_are_kept_where_none_has_two_names(tmp_path, monkeypatch):
+def test_older_checkpoints_are_kept_without_hard_links(tmp_path, monkeypatch):
     def refuses(*names):
         raise OSError(errno.EPERM, "Operation not permitted")
 

@@ -1,4 +1,4 @@
-"""Descriptions: equal for what does the same, different for what does not, in values that a file can hold."""
+"""Tests of fingerprints: they are equal exactly for objects with equal behaviour, and a file can store them."""
 
 import functools
 import math
@@ -129,7 +129,7 @@ DIFFERENT = {
 }
 
 
-def test_different_things_have_different_descriptions_and_equal_ones_equal_ones(tmp_path):
+def test_fingerprints_are_equal_only_for_equal_values(tmp_path):
     told = {name: fingerprint("x", value) for name, value in DIFFERENT.items()}
     save(tmp_path / "x", "told", list(told.values()))
     for (name, mine), kept in zip(told.items(), load(tmp_path / "x", "told"), strict=True):
@@ -140,17 +140,17 @@ def test_different_things_have_different_descriptions_and_equal_ones_equal_ones(
 
 
 @pytest.mark.parametrize("name", golden())
-def test_every_rule_can_be_described(name):
+def test_every_rule_has_a_fingerprint(name):
     rule = golden()[name]
     assert first_difference("rule", fingerprint("rule", rule), fingerprint("rule", golden()[name])) is None
 
 
-def test_equal_numbers_are_equal_whatever_their_type():
+def test_equal_numbers_of_different_types_have_equal_fingerprints():
     for one in (1, 1.0, True, np.float64(1), np.int64(1)):
         assert first_difference("rate", fingerprint("rate", 1), fingerprint("rate", one)) is None
 
 
-def test_a_cache_is_no_part_of_a_value():
+def test_fingerprint_ignores_caches():
     assert fingerprint("x", Caches("a", cache=threading.Lock())) == fingerprint("x", Caches("a"))
     space = ParameterSpace.of(NETWORKS[0], {"weight": Sphere(2)})
     fresh = fingerprint("space", space)
@@ -181,7 +181,7 @@ def test_a_cache_is_no_part_of_a_value():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_difference_is_told_by_its_place(was, given, told):
+def test_first_difference_reports_its_path(was, given, told):
     assert first_difference("rule", fingerprint("rule", was), fingerprint("rule", given)) == told
 
 
@@ -212,6 +212,6 @@ LOOP.append(LOOP)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_has_no_name_is_refused_by_its_place(value, told):
+def test_fingerprint_error_contains_path_of_unnamed_value(value, told):
     with pytest.raises(CheckpointError, match=told):
         fingerprint("rule", value)

@@ -1,4 +1,4 @@
-"""The journal: what got a receipt is there after whatever happened, bit for bit, and what was altered is told."""
+"""Tests of the journal: acknowledged updates survive any crash bitwise, and altered files are reported."""
 
 import errno
 import itertools
@@ -53,18 +53,18 @@ def fresh(rule=None, **options):
 
 
 def state(server):
-    """All that a server knows, with the ids of its tickets."""
+    """Return the whole state of a server, with the ids of its tickets."""
     now = server._state.value
     return content(server) | {"ids": [[*now.tickets], [*now.closed_tickets]]}
 
 
 def known(states):
-    """But for how many were refused, which is told with the next change."""
+    """Return states without the number of rejections, which is only written with the next change."""
     return [{name: what for name, what in one.items() if name != "rejected"} for one in states]
 
 
 def crash(server):
-    """What the system does for a process that was killed."""
+    """Release the files and locks of a server, as the operating system does for a killed process."""
     close = server._durability.journal._close_segment
     if close.detach():
         with suppress(OSError):
@@ -74,13 +74,13 @@ def crash(server):
 
 
 def back(folder, server, **options):
-    """What a later process makes of the files."""
+    """Return the server that a later process resumes from the files."""
     options = {"journal": folder / LINES, **options}
     return Server.resume(folder / FILE, server.space, server.rule, **grouped(**options))
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_comes_back_bit_for_bit(tmp_path, name, as_shipped):
+def test_journal_restores_every_rule_bitwise(tmp_path, name, as_shipped):
     life = Life(fresh(RULES[name], averaging=SWA(SPACE, start=2), journal=tmp_path / LINES))
     twin = Life(fresh(RULES[name], averaging=SWA(SPACE, start=2)))
     for events, fsync in [(7, "batch"), (5, "always")]:
@@ -111,7 +111,7 @@ SOME = {
 @pytest.mark.parametrize("name", SOME)
 @settings(max_examples=max(settings().max_examples // 3, 8))
 @given(steps=STEPS)
-def test_any_order_of_work_checkpoints_and_crashes_is_a_life_without_them(tmp_path_factory, name, steps):
+def test_run_with_crashes_and_checkpoints_equals_uninterrupted_run(tmp_path_factory, name, steps):
     folder = tmp_path_factory.mktemp("life")
     rule, options = SOME[name]
     life = Life(fresh(rule, journal=folder / LINES, **options))
@@ -137,7 +137,7 @@ def test_any_order_of_work_checkpoints_and_crashes_is_a_life_without_them(tmp_pa
     assert content(life.server) == content(twin.server)
 
 
-def test_buffers_come_back(tmp_path):
+def test_journal_restores_buffers(tmp_path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     space = ParameterSpace.of(net)
@@ -162,7 +162,7 @@ SAVES = 5
 
 
 class Script:
-    """A fixed day of a server; `told` has what each step left, by how many steps were over."""
+    """A fixed sequence of steps of a server. `told` contains the result of each step, by the number of completed steps."""
 
     def __init__(self, server, folder):
         self.server = server
@@ -189,7 +189,7 @@ class Script:
 
 
 def seen():
-    """What a day leaves after each of its steps."""
+    """Return the state after each step of a script."""
     script = Script(fresh(FedBuff(2)), None)
     states = [content(script.server)]
     for i, step in enumerate(script.steps()):
@@ -209,11 +209,11 @@ def disked(monkeypatch, disk):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Nobody stops the machine: a sync that is called is as good as one that is waited for."""
+    """Disable `os.fsync`, because the machine does not stop in these tests."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
-def test_a_fault_at_any_call_loses_nothing_that_was_answered(tmp_path, monkeypatch, as_shipped):
+def test_fault_at_any_call_loses_no_acknowledged_update(tmp_path, monkeypatch, as_shipped):
     states = known(seen())
     scripts = []
 
@@ -255,7 +255,7 @@ def test_a_fault_at_any_call_loses_nothing_that_was_answered(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_fault_at_any_call_of_a_resume_loses_nothing(tmp_path, monkeypatch, saved, as_shipped):
+def test_fault_at_any_call_of_resume_loses_nothing(tmp_path, monkeypatch, saved, as_shipped):
     left, folder = tmp_path / "left", tmp_path / "resumed"
     left.mkdir()
     script = Script(fresh(FedBuff(2), journal=left / LINES), left)
@@ -288,7 +288,7 @@ def test_a_fault_at_any_call_of_a_resume_loses_nothing(tmp_path, monkeypatch, sa
 
 
 def worked(server, steps):
-    """Steps of all kinds, one after another."""
+    """Run steps of all kinds, one after another."""
     for i in range(steps):
         if i % 2:
             server.receive(server.tickets[0], answer(i)).check()
@@ -298,7 +298,7 @@ def worked(server, steps):
 
 
 def ended(folder, steps=6):
-    """The files of a server after some steps, what it was after each, and where their frames end."""
+    """Return the journal file after several steps, the state after each step, and the end positions of the records."""
     server = fresh(journal=folder / LINES)
     (path,) = folder.glob("*.journal")
     states, ends = [state(server)], [path.stat().st_size]
@@ -309,7 +309,7 @@ def ended(folder, steps=6):
     return path, states, ends
 
 
-def test_a_torn_tail_of_any_length_is_cut(tmp_path, caplog, as_shipped):
+def test_torn_tail_of_any_length_is_truncated(tmp_path, caplog, as_shipped):
     path, states, ends = ended(tmp_path)
     whole = path.read_bytes()
     for length in [*range(ends[-3], ends[-3] + 60, 3), *range(ends[-3], ends[-1], 41), *ends[-3:], ends[-1] - 1]:
@@ -328,7 +328,7 @@ def test_a_torn_tail_of_any_length_is_cut(tmp_path, caplog, as_shipped):
 
 
 @pytest.mark.parametrize("mask", [0x01, 0xFF])
-def test_a_bit_that_is_another_is_cut_at_the_end_and_told_before_it(tmp_path, mask, as_shipped):
+def test_flipped_bit_is_truncated_at_the_end_and_reported_elsewhere(tmp_path, mask, as_shipped):
     path, states, ends = ended(tmp_path)
     whole = path.read_bytes()
     for i in [
@@ -354,7 +354,7 @@ def test_a_bit_that_is_another_is_cut_at_the_end_and_told_before_it(tmp_path, ma
 
 
 @pytest.mark.parametrize("junk", ["cut", "zeros", "noise in the first", "noise in the last"])
-def test_a_batch_loses_at_most_what_it_says_when_the_machine_stops(tmp_path, monkeypatch, junk):
+def test_batched_sync_loses_at_most_the_documented_updates(tmp_path, monkeypatch, junk):
     every = 4
     server = fresh(journal=Journal(tmp_path / LINES, "batch", fsync_every=every))
     (path,) = tmp_path.glob("*.journal")
@@ -385,7 +385,7 @@ def test_a_batch_loses_at_most_what_it_says_when_the_machine_stops(tmp_path, mon
     assert len(states) - 1 - found < every
 
 
-def test_threads_are_written_in_the_order_in_which_they_were_taken(tmp_path):
+def test_journal_order_of_threads_is_the_order_of_application(tmp_path):
     server = fresh(
         AsyncBezier(0.5), journal=tmp_path / LINES, checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=7)
     )
@@ -415,7 +415,7 @@ MEANWHILE = []
 
 
 class Overtaken(FedAsync):
-    """While somebody is dispatched the model moves on."""
+    """Rule that runs a function of the list `MEANWHILE` while a message is created. The function moves the model."""
 
     def message(self, *given):
         if MEANWHILE:
@@ -425,7 +425,7 @@ class Overtaken(FedAsync):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("held", [False, True])
-def test_who_leaves_with_a_version_that_moves_on_finds_it(tmp_path, dtype, held):
+def test_ticket_dispatched_during_update_is_restored_after_crash(tmp_path, dtype, held):
     server = fresh(Overtaken(0.5), journal=tmp_path / LINES, base_dtype=dtype)
     first = server.dispatch("a")
     if held:
@@ -442,12 +442,12 @@ def test_who_leaves_with_a_version_that_moves_on_finds_it(tmp_path, dtype, held)
 
 
 def fresh_twin(server, ticket):
-    """What the server itself would have said."""
+    """Return the receipt that the server itself returns without its journal."""
     server._durability.journal = None
     return server.receive(ticket, answer(2))
 
 
-def test_tickets_are_as_old_as_they_were_and_what_expired_stays_so(tmp_path):
+def test_replayed_tickets_keep_their_age_and_expired_tickets_stay_expired(tmp_path):
     wall = Wall(100.0)
     server = fresh(timeout=10.0, clock=wall, journal=tmp_path / LINES)
     old = server.dispatch("a")
@@ -465,7 +465,7 @@ def test_tickets_are_as_old_as_they_were_and_what_expired_stays_so(tmp_path):
     assert other.expire() == [young.id]
 
 
-def test_who_asks_again_after_a_crash_gets_the_same_receipt_and_no_second_step(tmp_path):
+def test_retry_after_crash_returns_same_receipt_without_second_step(tmp_path):
     server = fresh(max_staleness=0, journal=tmp_path / LINES)
     tickets = [server.dispatch("a"), server.dispatch("b")]
     told = [server.receive(ticket, answer(1)) for ticket in tickets]
@@ -476,7 +476,7 @@ def test_who_asks_again_after_a_crash_gets_the_same_receipt_and_no_second_step(t
     assert other.version == 1
 
 
-def test_a_full_disk_takes_one_update_and_gives_its_receipt_when_there_is_room(tmp_path, monkeypatch, caplog):
+def test_receipt_on_full_disk_is_returned_after_space_is_free(tmp_path, monkeypatch, caplog):
     server = fresh(journal=tmp_path / LINES)
     one, two = server.dispatch("a"), server.dispatch("b")
     mine = answer(1)
@@ -510,7 +510,7 @@ def test_a_full_disk_takes_one_update_and_gives_its_receipt_when_there_is_room(t
     assert "No space left" in caplog.text
 
 
-def test_a_batch_that_may_be_lost_stops_the_server_until_there_is_a_checkpoint(tmp_path, monkeypatch):
+def test_batch_that_may_be_lost_blocks_server_until_next_checkpoint(tmp_path, monkeypatch):
     server = fresh(journal=Journal(tmp_path / LINES, "batch", fsync_every=2))
 
     def broken(file):
@@ -531,7 +531,7 @@ def test_a_batch_that_may_be_lost_stops_the_server_until_there_is_a_checkpoint(t
     assert state(back(tmp_path, server)) == before
 
 
-def test_a_handler_within_the_writing_is_told_so_or_leaves_its_change_to_it(tmp_path, monkeypatch):
+def test_signal_handler_during_journal_write_gets_error_or_defers_its_record(tmp_path, monkeypatch):
     server = fresh(journal=tmp_path / LINES)
     ticket, other = server.dispatch("a"), server.dispatch("b")
     said = []
@@ -552,7 +552,7 @@ def test_a_handler_within_the_writing_is_told_so_or_leaves_its_change_to_it(tmp_
     assert state(back(tmp_path, server)) == before
 
 
-def test_a_handler_within_the_writing_does_not_wait_for_who_waits_for_that(tmp_path, monkeypatch):
+def test_signal_handler_during_journal_write_does_not_deadlock(tmp_path, monkeypatch):
     server = fresh(journal=tmp_path / LINES)
     told = []
 
@@ -569,7 +569,7 @@ def test_a_handler_within_the_writing_does_not_wait_for_who_waits_for_that(tmp_p
     server.receive(server.tickets[0], answer(1)).check()
 
 
-def test_an_interrupt_of_the_writing_costs_no_receipt(tmp_path, monkeypatch):
+def test_interrupt_during_journal_write_keeps_the_receipt(tmp_path, monkeypatch):
     for at, name in enumerate(("lseek", "write", "write", "fsync")):
         folder = tmp_path / str(at)
         folder.mkdir()
@@ -591,7 +591,7 @@ def test_an_interrupt_of_the_writing_costs_no_receipt(tmp_path, monkeypatch):
         assert state(back(folder, server)) == before
 
 
-def test_other_options_hold_from_the_resume_on(tmp_path):
+def test_options_given_at_resume_apply_only_after_the_resume(tmp_path):
     life = Life(fresh(Gathers(2, patient=False), journal=tmp_path / LINES))
     life.go(12)
     crash(life.server)
@@ -650,7 +650,7 @@ def test_an_accepted_update_at_a_limit_is_accepted_again_on_another_processor(tm
 
 
 def test_rejections_by_the_median_are_replayed(tmp_path):
-    """A rejected norm changes the median, and so the clipping norm of later updates."""
+    """A rejected norm changes the median, and therefore the clipping norm of later updates."""
     limits = UpdateLimits(norm_factor=4.0, clip_factor=2.0, norm_after=2, norm_window=4)
     server = Server(
         SPACE,
@@ -683,7 +683,7 @@ def test_rejections_by_the_median_are_replayed(tmp_path):
     assert state(back(tmp_path, resumed)) == state(resumed)
 
 
-def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
+def test_resume_rejects_journal_that_does_not_match_checkpoint(tmp_path, monkeypatch):
     server = fresh(journal=tmp_path / LINES)
     server.dispatch("a")
     server.save(tmp_path / FILE)
@@ -728,7 +728,10 @@ def test_what_does_not_belong_together_is_told(tmp_path, monkeypatch):
 
 
 def gone(folder, server):
-    """The journal, where no file of it begins with the record: as after a checkpoint with something new."""
+    """Return a journal whose first file, with the next record, was replaced.
+
+    Such a journal exists after a checkpoint with newer updates.
+    """
     server = back(folder, server)
     server.dispatch("z")
     server.save(folder / FILE)
@@ -744,7 +747,7 @@ def gone(folder, server):
     return folder / "other" / LINES
 
 
-def test_a_server_that_had_no_journal_gets_one_with_a_resume(tmp_path):
+def test_resume_adds_a_journal_to_a_server_without_one(tmp_path):
     life = Life(fresh())
     life.go(6)
     life.server.save(tmp_path / FILE)
@@ -757,7 +760,7 @@ def test_a_server_that_had_no_journal_gets_one_with_a_resume(tmp_path):
         assert state(life.server) == before
 
 
-def test_a_closed_server_leaves_its_journal(tmp_path):
+def test_closed_server_keeps_its_journal(tmp_path):
     server = fresh(journal=Journal(tmp_path / LINES, "batch"))
     server.receive(server.dispatch("a"), answer(1)).check()
     server.dispatch("b")
@@ -768,7 +771,7 @@ def test_a_closed_server_leaves_its_journal(tmp_path):
 
 
 @pytest.mark.parametrize("new", [False, True])
-def test_of_two_that_want_a_journal_at_once_one_has_it_and_loses_nothing(tmp_path, new):
+def test_only_one_of_two_processes_can_open_a_journal(tmp_path, new):
     server = fresh(FedAsync(0.5), **({} if new else {"journal": tmp_path / LINES}))
     server.receive(server.dispatch("a"), answer(1)).check()
     server.save(tmp_path / FILE)
@@ -803,7 +806,7 @@ def test_of_two_that_want_a_journal_at_once_one_has_it_and_loses_nothing(tmp_pat
     assert state(back(tmp_path, server)) == before
 
 
-def test_a_new_journal_is_held_before_anybody_looks_for_its_files(tmp_path, monkeypatch):
+def test_new_journal_is_locked_before_its_files_exist(tmp_path, monkeypatch):
     begin = journal.JournalWriter.open_segment
 
     def late(appender, *given):
@@ -816,7 +819,7 @@ def test_a_new_journal_is_held_before_anybody_looks_for_its_files(tmp_path, monk
     assert server.dispatch("a").version == 0
 
 
-def test_a_checkpoint_elsewhere_leaves_the_journal_to_that_of_the_server(tmp_path):
+def test_checkpoint_at_another_path_does_not_truncate_the_journal(tmp_path):
     server = fresh(journal=tmp_path / LINES, checkpoint=CheckpointPolicy(tmp_path / FILE, every_updates=100))
     server.receive(server.dispatch("a"), answer(1)).check()
     server.save()
@@ -835,7 +838,10 @@ def test_a_checkpoint_elsewhere_leaves_the_journal_to_that_of_the_server(tmp_pat
 
 
 class Slow:
-    """Writes files as it did, but that the first waits until it is told to go on, or for a moment."""
+    """Replacement of the file writer that blocks in its first write of a checkpoint.
+
+    The test releases it, or it continues after `moment` seconds.
+    """
 
     def __init__(self, monkeypatch, moment=60.0):
         self.begun = threading.Event()
@@ -853,9 +859,7 @@ class Slow:
 
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("named", [True, False])
-def test_no_checkpoint_that_was_begun_earlier_takes_the_place_of_one_for_which_the_journal_was_cut(
-    tmp_path, monkeypatch, keep, named
-):
+def test_older_checkpoint_does_not_replace_newer_one_after_journal_rotation(tmp_path, monkeypatch, keep, named):
     slow = Slow(monkeypatch)
     every = CheckpointPolicy(tmp_path / FILE, every_updates=1, keep=keep)
     server = fresh(journal=tmp_path / LINES, checkpoint=every)
@@ -875,7 +879,7 @@ def test_no_checkpoint_that_was_begun_earlier_takes_the_place_of_one_for_which_t
     assert state(back(tmp_path, server, checkpoint=every)) == before
 
 
-def test_of_two_that_save_at_once_the_later_record_stays(tmp_path, monkeypatch):
+def test_concurrent_saves_keep_the_later_record(tmp_path, monkeypatch):
     slow = Slow(monkeypatch, moment=0.2)
     server = fresh(journal=tmp_path / LINES)
     server.receive(server.dispatch("a"), answer(1)).check()
@@ -892,7 +896,7 @@ def test_of_two_that_save_at_once_the_later_record_stays(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("every", [None, CheckpointPolicy])
-def test_a_handler_that_saves_within_a_save_loses_nothing(tmp_path, monkeypatch, every, elsewhere):
+def test_signal_handler_that_saves_during_a_save_loses_nothing(tmp_path, monkeypatch, every, elsewhere):
     options = {} if every is None else {"checkpoint": CheckpointPolicy(tmp_path / FILE, every_updates=100)}
     server = fresh(journal=tmp_path / LINES, **options)
     server.receive(server.dispatch("a"), answer(1)).check()
@@ -914,7 +918,7 @@ def test_a_handler_that_saves_within_a_save_loses_nothing(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("call", ["listdir", "open", "payload"])
-def test_what_the_system_does_not_read_is_told_and_nothing_is_cut(tmp_path, monkeypatch, call):
+def test_read_error_is_reported_and_journal_is_not_truncated(tmp_path, monkeypatch, call):
     path, states, _ = ended(tmp_path)
     whole = path.read_bytes()
 
@@ -943,7 +947,7 @@ class Forgets(Adds):
         return state, replace(outcome, numbers={"step": float(next(COUNT))})
 
 
-def test_a_packed_payload_is_a_copy_and_its_buffer_is_used_again():
+def test_encoded_payload_is_a_copy_and_its_buffer_is_reused():
     free_list = deque(maxlen=1)
     first = answer(1)
     packed = log_format.pack_payload(first, free_list)
@@ -964,7 +968,7 @@ def test_a_packed_payload_is_a_copy_and_its_buffer_is_used_again():
     assert larger.obj is not other.obj
 
 
-def test_threads_that_pack_at_once_get_their_own_buffers(tmp_path):
+def test_threads_that_encode_concurrently_use_separate_buffers(tmp_path):
     server = fresh(AsyncBezier(0.5), journal=tmp_path / LINES)
     tickets = [server.dispatch(name) for name in range(8)]
     payloads = [payload(server.rule, ticket, seed) for seed, ticket in enumerate(tickets)]
@@ -986,7 +990,7 @@ def test_threads_that_pack_at_once_get_their_own_buffers(tmp_path):
     assert state(back(tmp_path, server)) == before
 
 
-def test_a_rule_that_does_not_repeat_itself_is_told(tmp_path):
+def test_replay_reports_a_rule_that_is_not_deterministic(tmp_path):
     server = fresh(Forgets(), journal=tmp_path / LINES)
     server.receive(server.dispatch("a"), answer(1)).check()
     crash(server)
@@ -994,7 +998,7 @@ def test_a_rule_that_does_not_repeat_itself_is_told(tmp_path):
         back(tmp_path, server)
 
 
-def test_a_flood_of_refusals_writes_nothing(tmp_path):
+def test_rejected_updates_are_not_written_to_the_journal(tmp_path):
     server = fresh(journal=tmp_path / LINES)
     ticket = server.dispatch("a")
     (path,) = tmp_path.glob("*.journal")
@@ -1016,14 +1020,14 @@ def test_a_flood_of_refusals_writes_nothing(tmp_path):
         ({"path": "nowhere/at/all"}, "path: expected the path of a file in an existing folder"),
     ],
 )
-def test_where_and_how_is_checked_at_the_door(tmp_path, given, told, as_shipped):
+def test_invalid_journal_options_are_rejected(tmp_path, given, told, as_shipped):
     with pytest.raises(ArgumentError, match=told):
         Journal(**{"path": tmp_path / LINES, **given})
     with pytest.raises(ArgumentError, match="journal: expected a path or a Journal, got 3"):
         fresh(journal=3)
 
 
-def test_clients_are_strings_or_integers_and_rules_have_names(tmp_path):
+def test_journal_requires_named_rules_and_clients_that_are_strings_or_integers(tmp_path):
     server = fresh(journal=tmp_path / LINES)
     with pytest.raises(ArgumentError, match="^client: expected a string or an integer"):
         server.dispatch(("ward", 7))
@@ -1031,7 +1035,7 @@ def test_clients_are_strings_or_integers_and_rules_have_names(tmp_path):
         fresh(FedAsync(lambda version: 0.5), journal=tmp_path / "other")
 
 
-def test_a_cut_is_told_to_the_log(tmp_path, caplog):
+def test_truncation_is_logged(tmp_path, caplog):
     path, states, ends = ended(tmp_path)
     path.write_bytes(path.read_bytes()[:-3])
     with caplog.at_level(logging.WARNING, "manifoldagg"):
@@ -1040,7 +1044,7 @@ def test_a_cut_is_told_to_the_log(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_other_users_can_read_no_file_and_hold_no_lock(tmp_path, monkeypatch, links):
+def test_other_users_cannot_read_or_lock_the_journal(tmp_path, monkeypatch, links):
     def no_link(*_):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -1060,7 +1064,10 @@ def test_other_users_can_read_no_file_and_hold_no_lock(tmp_path, monkeypatch, li
 
 
 def started(code, folder, before=""):
-    """A process that runs Python code with a server `s`, whose journal is in the folder; `before` runs before imports."""
+    """Start a process that runs Python code with a server `s`, whose journal is in the folder.
+
+    The code `before` runs before the imports.
+    """
     begin = f"""
 import atexit, multiprocessing, os, signal, sys
 FOLDER = {str(folder)!r}
@@ -1121,7 +1128,7 @@ atexit.register(last)
 """
 
 
-def test_what_runs_at_exit_writes_to_the_journal_and_to_no_other_file(tmp_path):
+def test_exit_handler_writes_only_to_the_journal(tmp_path):
     server = started("s.dispatch('early')", tmp_path, before=OPENS_AT_EXIT)
     server.communicate()
     assert server.returncode == 0
@@ -1131,7 +1138,7 @@ def test_what_runs_at_exit_writes_to_the_journal_and_to_no_other_file(tmp_path):
 
 
 def work(server, folder, seed, script):
-    """Updates and checkpoints, as a script says."""
+    """Run the updates and checkpoints of a script."""
     for i, step in enumerate(script):
         if step == "s":
             server.save(folder / FILE)
@@ -1144,7 +1151,7 @@ def work(server, folder, seed, script):
     [(kind, *scripts) for kind in ("copies", "live", "clones") for scripts in (("usu", "usu"), ("usu", "uuuu"))]
     + [("copies", "uusu", "usu"), ("copies", "usu", "u"), ("live", "uusu", "u")],
 )
-def test_the_checkpoint_of_a_copy_does_not_fit_the_journal_of_another(tmp_path, monkeypatch, kind, one, two):
+def test_checkpoint_of_a_copy_does_not_match_the_journal_of_another(tmp_path, monkeypatch, kind, one, two):
     (tmp_path / "one").mkdir()
     server = fresh(journal=tmp_path / "one" / LINES)
     states = {}

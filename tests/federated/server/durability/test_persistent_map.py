@@ -1,4 +1,7 @@
-"""Persistent values: maps against dictionaries, and a place that no interruption, thread or re-entry tears."""
+"""Tests of persistent maps and of atomic references.
+
+Maps are compared with dicts. References stay consistent under interrupts, threads and reentrant calls.
+"""
 
 import gc
 import signal
@@ -16,7 +19,7 @@ KEYS = st.integers(0, 9)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["set", "set within", "remove", "remove two", "set last"]), KEYS)))
-def test_an_ordered_map_is_a_dictionary_that_keeps_its_past(steps):
+def test_ordered_map_equals_dict_and_old_versions_are_unchanged(steps):
     mine, theirs, past = PersistentOrderedMap(), {}, []
     for turn, (step, key) in enumerate(steps):
         past.append((mine, dict(theirs)))
@@ -45,13 +48,13 @@ def test_an_ordered_map_is_a_dictionary_that_keeps_its_past(steps):
             assert ordered.first_key == next(iter(plain))
 
 
-def test_what_is_missing_is_a_key_error():
+def test_missing_key_raises_key_error():
     for ask in (lambda m: m["a"], lambda m: m.remove("a"), lambda m: m.first_key):
         with pytest.raises(KeyError):
             ask(PersistentOrderedMap())
 
 
-def test_what_left_takes_its_places_with_it():
+def test_removed_keys_keep_the_order_of_the_remaining_keys():
     ordered = PersistentOrderedMap().set("first", 0)
     for i in range(1000):
         ordered = ordered.set(i, i).remove(i)
@@ -66,7 +69,7 @@ def counted(value):
     return value + 1, value
 
 
-def test_threads_lose_no_change():
+def test_concurrent_updates_lose_no_change():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     place, seen = AtomicReference(0), []
@@ -84,7 +87,7 @@ def test_threads_lose_no_change():
     assert sorted(seen) == [*range(16_000)]
 
 
-def test_a_change_within_a_change_comes_first():
+def test_reentrant_update_is_applied_first():
     place, within = AtomicReference(()), []
 
     def change(now):
@@ -97,7 +100,7 @@ def test_a_change_within_a_change_comes_first():
     assert place.value == ("inner", "outer")
 
 
-def test_what_a_change_raises_changes_nothing():
+def test_exception_in_update_function_keeps_the_value():
     place = AtomicReference(3)
     with pytest.raises(ZeroDivisionError):
         place.update(lambda now: (now // 0, None))
@@ -105,7 +108,7 @@ def test_what_a_change_raises_changes_nothing():
     assert place.update(lambda now: (now, "same")) == "same"
 
 
-def test_values_that_were_replaced_are_let_go():
+def test_replaced_values_are_freed():
     class Held:
         pass
 
@@ -126,7 +129,7 @@ def test_values_that_were_replaced_are_let_go():
         gc.enable()
 
 
-def test_an_error_that_somebody_keeps_keeps_no_later_value():
+def test_stored_exception_keeps_no_later_value_alive():
     class Held:
         pass
 
@@ -145,8 +148,11 @@ def test_an_error_that_somebody_keeps_keeps_no_later_value():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_signals_tear_nothing():
-    """A handler that raises: each change has happened or has not, and nothing is lost after it."""
+def test_signals_leave_updates_atomic():
+    """A signal handler raises an exception.
+
+    Each change is then applied completely or not at all, and no earlier change is lost.
+    """
     place, done, raised = AtomicReference((0, 0)), 0, 0
 
     class Stop(Exception):

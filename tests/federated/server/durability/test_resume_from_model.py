@@ -135,7 +135,7 @@ def test_a_space_is_accepted_too(tmp_path):
         (lambda path: Server.resume(path, net(), RULE, replace="yes"), "replace: expected one of True, False; got 'yes'"),
     ],
 )  # fmt: skip
-def test_what_does_not_match_the_checkpoint_is_named(call, message, tmp_path):
+def test_error_names_what_does_not_match_the_checkpoint(call, message, tmp_path):
     path = tmp_path / "server"
     Server.of(net(), RULE).save(path)
     with pytest.raises((ArgumentError, CheckpointError)) as caught:
@@ -154,7 +154,7 @@ def test_a_replaced_rule_that_does_not_support_the_model_is_rejected(tmp_path):
 
 
 def test_orphaned_tickets_are_the_difference_of_two_sets(tmp_path):
-    """The recipe of the guide on fault tolerance."""
+    """The test runs the recipe of the guide on fault tolerance."""
     path = tmp_path / "server"
     server = Server(
         Flat(2), FedBuff(2), torch.zeros(2), durability=Durability(checkpoint=CheckpointPolicy(path, every_updates=1))

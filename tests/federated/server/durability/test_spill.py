@@ -44,7 +44,7 @@ def left(folder):
 
 @contextmanager
 def child(work):
-    """A fork of this process, which does `work`; its identity. It is killed at the end."""
+    """Yield the process id of a fork that runs `work`, and kill the fork afterwards."""
     with warnings.catch_warnings():
         # Other tests may have left threads, of which none has anything to do with this.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -63,14 +63,17 @@ def child(work):
 
 
 def status(work):
-    """Return how a child ends that does `work`: 0 if it is true, and the number of the signal if it is killed."""
+    """Return the exit status of a child that runs `work`.
+
+    It is 0 if the result is true, or the number of the signal that killed the child.
+    """
     with child(work) as pid:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     return ended.si_status
 
 
 def succeeds(work):
-    """Whether `work` is true in a child."""
+    """Return whether `work` returns a true value in a child process."""
     return status(work) == 0
 
 
@@ -78,7 +81,7 @@ def succeeds(work):
 
 
 @given(seeds)
-def test_any_tree_comes_back_from_its_file(tmp_path_factory, seed):
+def test_loaded_tree_equals_the_written_tree(tmp_path_factory, seed):
     big = draw(seed, 4, 3)
     tree = {
         "view": big[1:, ::2],
@@ -102,11 +105,11 @@ def test_any_tree_comes_back_from_its_file(tmp_path_factory, seed):
 
 
 @pytest.mark.parametrize("tree", [None, {"count": 3}, torch.zeros(0, 2), [torch.zeros(0), torch.tensor(1.5)]])
-def test_a_tree_with_few_bytes_comes_back(tmp_path, tree):
+def test_small_tree_is_restored(tmp_path, tree):
     assert bits(Spill(tmp_path).write(tree).load()) == bits(tree)
 
 
-def test_a_tree_made_in_inference_mode_comes_back(tmp_path):
+def test_tree_created_in_inference_mode_is_restored(tmp_path):
     with torch.inference_mode():
         tree = {"m": torch.arange(6.0).view(2, 3).T}
     assert bits(Spill(tmp_path).write(tree).load()) == bits(tree)
@@ -193,7 +196,7 @@ def test_tensors_return_to_their_devices(tmp_path, copies):
 
 
 @needs_maps
-def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+def test_relative_folder_does_not_depend_on_later_working_directory(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     spill = Spill(".")
@@ -205,7 +208,7 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("folder", ["no such folder", 3, b"bytes"])
-def test_a_folder_that_does_not_exist_is_refused(tmp_path, monkeypatch, folder):
+def test_missing_folder_is_rejected(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArgumentError, match="spill: expected an existing folder"):
         MemoryPolicy(spill=folder)
@@ -256,7 +259,7 @@ def test_a_tree_outlives_its_spill(tmp_path):
     assert left(tmp_path) == []
 
 
-def test_a_removed_folder_does_not_concern_the_trees_in_it(tmp_path):
+def test_trees_remain_readable_after_their_folder_is_removed(tmp_path):
     folder = tmp_path / "spill"
     folder.mkdir()
     filed = Spill(folder).write(TREE)
@@ -284,7 +287,7 @@ def test_more_trees_than_descriptors_can_be_spilled(tmp_path):
     assert all(view["m"].eq(count).all() for count, view in enumerate(views))
 
 
-def test_more_trees_than_the_limit_are_refused_until_one_is_released(tmp_path, monkeypatch):
+def test_trees_above_the_limit_are_rejected_until_one_is_released(tmp_path, monkeypatch):
     gc.collect()
     monkeypatch.setattr(module, "MAX_TREES", len(module._SPILLED) + 3)
     spill = Spill(tmp_path)
@@ -333,7 +336,7 @@ def test_a_process_without_free_mappings_can_write_later(tmp_path):
 
 
 def is_altered(filed):
-    """Whether both ways to load a tree report that its file was altered."""
+    """Return whether both ways to load a tree report an altered file."""
     for copies in (True, False):
         with pytest.raises(SpillError, match="a spilled tree was altered: its checksum differs") as caught:
             filed.load(copy=copies)
@@ -354,8 +357,8 @@ def test_one_flipped_bit_is_detected(tmp_path_factory, bit):
 
 
 @given(st.integers(0, LENGTH - 1), st.integers(1, LENGTH))
-def test_a_lost_part_of_a_file_is_detected(tmp_path_factory, start, length):
-    """A disk may return zeros in the place of what was written."""
+def test_lost_part_of_a_file_is_detected(tmp_path_factory, start, length):
+    """A disk may return zeros instead of the written bytes."""
     spill = Spill(tmp_path_factory.mktemp("spill"))
     filed, other = spill.write(TREE), spill.write(TREE)
     data = torch.empty(0, dtype=torch.uint8).set_(filed._storage)
@@ -396,7 +399,7 @@ def test_a_tree_that_does_not_fit_in_memory_can_be_loaded_later(tmp_path):
 
 @contextmanager
 def limited(what, limit):
-    """The process with a limit on what it may use."""
+    """Limit a resource of this process in a `with` block."""
     soft, hard = resource.getrlimit(what)
     resource.setrlimit(what, (limit, hard))
     try:
@@ -408,7 +411,7 @@ def limited(what, limit):
 @pytest.mark.parametrize(
     ("what", "limit", "number"), [(resource.RLIMIT_FSIZE, 100, errno.EFBIG), (resource.RLIMIT_NOFILE, 0, errno.EMFILE)]
 )
-def test_what_the_system_refuses_is_temporary(tmp_path, what, limit, number):
+def test_exceeded_system_limit_raises_temporary_spill_error(tmp_path, what, limit, number):
     spill = Spill(tmp_path)
     kept = spill.write({"m": torch.ones(1)})
     before = left(tmp_path)
@@ -445,7 +448,7 @@ def test_a_disk_that_is_full_at_any_write_leaves_nothing(tmp_path, monkeypatch, 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("free", range(4))
 def test_any_number_of_free_descriptors_leaves_nothing(tmp_path, monkeypatch, named, free):
-    """One descriptor is the file, and one more maps it."""
+    """A write needs one descriptor for the file and another one for the mapping."""
     if named:
         without_unnamed_files(monkeypatch)
     spill = Spill(tmp_path)
@@ -474,7 +477,7 @@ def test_a_full_device_is_temporary(tmp_path, monkeypatch):
     assert caught.value.temporary
 
 
-def test_a_folder_that_cannot_be_made_is_temporary(tmp_path):
+def test_folder_that_cannot_be_created_raises_temporary_error(tmp_path):
     parent = tmp_path / "away"
     parent.mkdir()
     spill = Spill(parent)
@@ -487,7 +490,7 @@ def test_a_folder_that_cannot_be_made_is_temporary(tmp_path):
 
 
 class Named(torch.Tensor):
-    """A tensor of a kind of its own."""
+    """Tensor subclass."""
 
 
 ODD = {
@@ -498,14 +501,14 @@ ODD = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_what_no_file_can_have_is_refused_for_good(tmp_path, kind):
+def test_tensor_that_no_file_can_store_raises_permanent_spill_error(tmp_path, kind):
     with pytest.raises(SpillError, match="spill: a file cannot store a tensor that is") as caught:
         Spill(tmp_path).write([torch.ones(3), {"odd": ODD[kind]()}])
     assert not caught.value.temporary
     assert left(tmp_path) == []
 
 
-def test_a_tensor_of_a_transformation_is_refused_for_good(tmp_path):
+def test_functorch_tensor_raises_permanent_spill_error(tmp_path):
     spill = Spill(tmp_path)
     caught = []
 
@@ -521,7 +524,7 @@ def test_a_tensor_of_a_transformation_is_refused_for_good(tmp_path):
 
 
 class Interrupted(BaseException):
-    """What a signal handler raises."""
+    """Exception that a signal handler raises."""
 
 
 TRACED = (module.__file__, _io.__file__, tensor_file.__file__, pytrees.__file__)
@@ -529,13 +532,19 @@ TRACED = (module.__file__, _io.__file__, tensor_file.__file__, pytrees.__file__)
 
 @cache
 def handling(code):
-    """Where in a function signals are handled: after a call, and where the function begins."""
+    """Return the offsets at which Python handles signals in a function.
+
+    These are after each call, and at the start of the function.
+    """
     calls = ("CALL", "CALL_FUNCTION_EX", "RESUME")
     return {after.offset for now, after in pairwise(dis.get_instructions(code)) if now.opname in calls}
 
 
 def interrupted(work, place):
-    """Whether `work` has so many places in the module where a signal is handled, having raised there."""
+    """Raise an exception at the n-th point where a signal can be handled, n = `place`.
+
+    Return whether `work` reached this point.
+    """
     ahead = [place]
 
     def trace(frame, event, arg):
@@ -686,8 +695,8 @@ def test_a_child_reads_a_tree_after_its_parent_was_killed(tmp_path):
 
 
 @pytest.mark.soak
-def test_processes_that_start_and_die_at_once_lose_nothing(tmp_path):
-    """Eight at a time, each writing and reading; every other is killed in the middle."""
+def test_concurrent_processes_that_are_killed_lose_no_tree(tmp_path):
+    """Eight processes write and read at the same time. Every second process is killed during its work."""
 
     def work():
         for count in range(20):

@@ -1,4 +1,7 @@
-"""Versions and client memory: counted, accounted, narrowed, spilled, and gone at once."""
+"""Tests of the store of versions and client states.
+
+They cover reference counts, memory accounting, rounding, spilling and release.
+"""
 
 import gc
 import subprocess
@@ -33,7 +36,7 @@ def server(rule=None, start=None, **options):
 
 
 def forward(s, name="walker", by=1.0):
-    """One fresh update."""
+    """Send one fresh update to the server."""
     ticket = s.dispatch(name)
     receipt = s.receive(ticket.id, Payload(ticket.message.start[None] + by, 1))
     assert receipt.accepted
@@ -41,7 +44,7 @@ def forward(s, name="walker", by=1.0):
 
 
 class Forgetful(Adds):
-    """Keeps nothing for its clients."""
+    """Rule without client states."""
 
     def message(self, space, state, current, client_state):
         return super().message(space, state, current, None)
@@ -51,7 +54,7 @@ class Forgetful(Adds):
         return state, Outcome(outcome.model, None, outcome.numbers)
 
 
-def test_a_version_is_kept_once_and_freed_with_its_last_ticket():
+def test_version_is_stored_once_and_freed_with_its_last_ticket():
     s = server(Forgetful())
     tickets = [s.dispatch(i) for i in range(20)]
     assert s.memory["versions"] == 0
@@ -65,7 +68,7 @@ def test_a_version_is_kept_once_and_freed_with_its_last_ticket():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_ten_thousand_clients_on_fifty_versions_cost_fifty_models():
+def test_memory_grows_with_versions_instead_of_clients():
     s = server(Forgetful())
     held = []
     for version in range(50):
@@ -80,7 +83,7 @@ def test_ten_thousand_clients_on_fifty_versions_cost_fifty_models():
     assert versions(s) == [49]
 
 
-def test_a_steady_run_allocates_one_model():
+def test_steady_run_allocates_one_model():
     s = server(Forgetful())
     places = set()
     for _ in range(20):
@@ -91,7 +94,7 @@ def test_a_steady_run_allocates_one_model():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @given(seeds)
-def test_a_client_starts_from_exactly_the_base_that_is_kept(dtype, seed):
+def test_client_starts_exactly_from_the_stored_base(dtype, seed):
     seen = []
 
     class Watches(Adds):
@@ -116,8 +119,8 @@ def test_a_client_starts_from_exactly_the_base_that_is_kept(dtype, seed):
     assert s.model.dtype == torch.float32
 
 
-def test_rounded_bases_leave_a_drift():
-    """What the narrow dtype costs: a fresh update has a drift, the rounding of its base."""
+def test_rounded_base_gives_a_fresh_update_a_drift():
+    """The drift is the rounding error of the base, which is the price of a narrow dtype."""
     start = torch.full((P,), 1.0 + 2**-12)
     receipts = []
     for dtype in (None, torch.bfloat16):
@@ -128,7 +131,7 @@ def test_rounded_bases_leave_a_drift():
     assert rounded == pytest.approx(1.0)
 
 
-def test_a_version_that_overflows_the_narrow_dtype_is_kept_as_it_is():
+def test_version_that_overflows_the_narrow_dtype_is_stored_unrounded():
     start = torch.full((P,), 1e6)
     s = server(Forgetful(), start, base_dtype=torch.float16)
     ticket = s.dispatch("a")
@@ -143,7 +146,7 @@ def test_a_version_that_overflows_the_narrow_dtype_is_kept_as_it_is():
     st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=25),
     st.sampled_from([0, 30, 60]),
 )
-def test_a_memory_limit_changes_where_things_are_and_nothing_else(seed, script, limit):
+def test_memory_limit_does_not_change_the_results(seed, script, limit):
     plain, tight, open_ = server(AsyncMemory(0.5)), server(AsyncMemory(0.5), memory_limit=limit), {}
     for i, (client, answers, retain_base) in enumerate(script):
         if client not in open_:
@@ -168,7 +171,7 @@ def test_a_memory_limit_changes_where_things_are_and_nothing_else(seed, script, 
 
 
 class AsyncMemory(AsyncBezier):
-    """Hands a client the point it sent last."""
+    """Rule that sends each client the point from its previous update."""
 
     def message(self, space, state, current, client_state):
         message = super().message(space, state, current, client_state)
@@ -235,7 +238,7 @@ def test_a_deleted_server_leaves_no_file(tmp_path):
     assert mapped(tmp_path) == []
 
 
-def test_what_cannot_be_written_stays_in_memory_until_it_can(tmp_path, caplog, monkeypatch):
+def test_unwritable_tree_stays_in_memory(tmp_path, caplog, monkeypatch):
     s = server(memory_limit=0, spill=tmp_path)
     ticket = s.dispatch("a")
 
@@ -254,7 +257,7 @@ def test_what_cannot_be_written_stays_in_memory_until_it_can(tmp_path, caplog, m
     assert (s.memory["clients"], s.memory["spilled"]) == (0, 2 * MODEL)
 
 
-def test_one_tree_that_no_file_can_have_blocks_no_other(tmp_path, caplog):
+def test_unspillable_tree_does_not_block_other_trees(tmp_path, caplog):
     class Odd(Adds):
         def step(self, space, state, update, *, out=None):
             state, outcome = super().step(space, state, update, out=out)
@@ -270,7 +273,7 @@ def test_one_tree_that_no_file_can_have_blocks_no_other(tmp_path, caplog):
     assert s._state.value.store.load(("client", "odd"))["odd"].is_sparse
 
 
-def test_a_dispatch_whose_file_was_altered_leaves_no_trace_and_stops_nobody_else(tmp_path):
+def test_dispatch_with_damaged_file_fails_without_side_effects(tmp_path):
     s = server(memory_limit=0, spill=tmp_path)
     forward(s)
     late = s.dispatch("walker")
@@ -287,7 +290,7 @@ def test_a_dispatch_whose_file_was_altered_leaves_no_trace_and_stops_nobody_else
     forward(s, "another")
 
 
-def test_a_base_that_is_lost_stops_no_dispatch_of_the_same_version(tmp_path):
+def test_lost_base_does_not_block_dispatch_of_the_same_version(tmp_path):
     s = server(FedBuff(size=2), memory_limit=0, spill=tmp_path, base_dtype=torch.bfloat16)
     late = s.dispatch("late")
     forward(s)
@@ -298,7 +301,7 @@ def test_a_base_that_is_lost_stops_no_dispatch_of_the_same_version(tmp_path):
     assert "altered" in s.receive(late, Payload(torch.ones(1, P), 1)).reason
 
 
-def test_a_tree_that_goes_while_it_is_written_leaves_no_file(tmp_path, monkeypatch):
+def test_tree_released_while_it_is_written_leaves_no_file(tmp_path, monkeypatch):
     s = server(Forgetful(), memory_limit=0, spill=tmp_path)
     ticket, write = s.dispatch("a"), Spill.write
 
@@ -314,8 +317,8 @@ def test_a_tree_that_goes_while_it_is_written_leaves_no_file(tmp_path, monkeypat
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_spilling_asks_nobody_but_who_goes():
-    """However many are in files already, or have nothing to write."""
+def test_spilling_only_visits_the_spilled_trees():
+    """The cost does not depend on the number of trees that are already in files or have no data."""
     counts = []
     filed = Spill().write(torch.ones(1))
     for clients in (10, 300):
@@ -347,7 +350,7 @@ KEYS = [("version", 0), ("version", 1), ("base", 0), ("client", "a"), ("client",
 
 
 @given(st.lists(st.tuples(st.lists(st.sampled_from(KEYS)), st.lists(st.sampled_from(KEYS), unique=True)), max_size=8))
-def test_one_replacement_is_the_same_as_single_steps(script):
+def test_one_replacement_equals_several_single_steps(script):
     trees = {key: InMemoryTree(torch.ones(i)) for i, key in enumerate(KEYS)}
     trees["base", 0] = Spill().write(torch.ones(3))
     store = single = Store()
@@ -368,7 +371,7 @@ def test_one_replacement_is_the_same_as_single_steps(script):
         assert {kind: store.used_bytes.get(kind, 0) for kind in by_kind} == by_kind
 
 
-def test_a_replacement_that_cannot_be_made_changes_nothing():
+def test_failed_replacement_changes_nothing():
     store = Store().retain(("version", 0), InMemoryTree(torch.ones(1)))
     for released, retained in (([("version", 1)], {}), ([("version", 0)] * 2, {}), ([], {("version", 1): None})):
         with pytest.raises(KeyError):
@@ -400,8 +403,11 @@ print(resident() - before, server.memory["spilled"] / 2**20)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux says what is resident")
-def test_the_limit_bounds_the_process_and_not_only_the_books(tmp_path):
-    """Ninety versions of one million bytes go to files; without returning what they leave the process holds most."""
+def test_memory_limit_bounds_the_memory_of_the_process(tmp_path):
+    """Ninety versions of one million bytes are spilled.
+
+    Without returning freed memory to the system, the process would keep most of it.
+    """
     command = [sys.executable, "-c", RESIDENT, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     grown, spilled = map(float, done.stdout.split())
