@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manifoldagg._validation import check_choice, is_finite, renamed_arguments, short_repr
 from manifoldagg.averaging.checkpoints import map_state_dict
-from manifoldagg.errors import ArgumentError, StateDictError
+from manifoldagg.errors import ArgumentError, CheckpointError, StateDictError
 from manifoldagg.federated.server.input_warnings import warn_if_adapter_factors, warn_if_difference
 from manifoldagg.federated.server.options import InitialModel
 from manifoldagg.federated.server.records import PendingTicket
@@ -167,7 +167,10 @@ def map_paths(label: str, models: Any) -> Any:
     `label` is the name of the argument in error messages.
     """
     if isinstance(models, str | os.PathLike):
-        return map_state_dict(label, models)
+        try:
+            return map_state_dict(label, models)
+        except CheckpointError as error:  # Its message starts with the path, which would be the field of a rejection.
+            raise CheckpointError(f"{label}: {error}") from None
     if type(models) in (list, tuple) and any(isinstance(model, str | os.PathLike) for model in models):
         return [map_paths(f"{label}[{i}]", model) for i, model in enumerate(models)]
     return models

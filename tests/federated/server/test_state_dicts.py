@@ -368,6 +368,16 @@ def test_a_damaged_file_is_rejected_and_may_be_sent_again(tmp_path):
     assert server.receive_model(ticket, path, samples=4).accepted
 
 
+def test_the_rejection_of_a_damaged_file_names_the_argument_and_not_the_file(tmp_path):
+    """Otherwise, `Server.rejected` would have an entry for each file name."""
+    server = Server.of(net(), rules.FedAsync(0.5))
+    path = tmp_path / "damaged.safetensors"
+    path.write_bytes(b"x" * 40)
+    receipt = server.receive_model(server.dispatch("ward-7"), path, samples=4)
+    assert receipt.reason.startswith(f"model: {path}: ")
+    assert server.rejected == {"model": 1}
+
+
 def test_an_aggregator_reads_an_update_from_a_file(tmp_path):
     twins = [AsyncAggregator(rules.FedOrtho(0.5), nn.Linear(3, 2).state_dict() | {"bias": torch.ones(2)})]
     twins.append(AsyncAggregator(rules.FedOrtho(0.5), twins[0].model))
