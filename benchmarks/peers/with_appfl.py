@@ -25,13 +25,13 @@ def main():
     asked = [scheduler.get_parameters(client_id=client, init_model=True) for client in "abc"]
     models = {client: future.result() for client, future in zip("abc", asked, strict=True)}
     told = []
-    take = aggregator.versions.take
+    submit = aggregator.versions.submit
 
     def listened(*args, **named):
-        told.append(take(*args, **named))
+        told.append(submit(*args, **named))
         return told[-1]
 
-    aggregator.versions.take = listened
+    aggregator.versions.submit = listened
     for client in "abacba":
         models[client] = scheduler.schedule(client, trained(models[client]))
     assert [numbers["staleness"] for numbers in told] == [0, 1, 1, 3, 2, 2]

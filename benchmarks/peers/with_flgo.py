@@ -85,8 +85,8 @@ def main():
         algorithm = types.SimpleNamespace(__name__="recipe", Server=Server, Client=recipe["Client"])
         runner = flgo.init(folder, algorithm, options, model=model, Simulator=Simulator)
         late = []
-        take = runner.versions.take
-        runner.versions.take = lambda *args, **named: late.append(take(*args, **named)["staleness"])
+        submit = runner.versions.submit
+        runner.versions.submit = lambda *args, **named: late.append(submit(*args, **named)["staleness"])
         runner.run()
     with torch.no_grad():
         right = (runner.model(DATA.tensors[0]).argmax(1) == DATA.tensors[1]).double().mean().item()
