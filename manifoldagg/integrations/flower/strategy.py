@@ -310,10 +310,11 @@ class Asynchronous(TrainingLoop):
         return self.evaluate_metrics_aggr_fn(found, self.weighted_by_key) if found else None
 
     def _with_capped_samples(self, contents: Iterable[tuple[int, RecordDict]]) -> list[RecordDict]:
-        """Return the contents of replies with the sample counts that the server uses as weights.
+        """Return the contents of replies with the sample counts for weighted means.
 
-        The server uses the count of its option `weights`, if this option is set. Otherwise, it limits the count that
-        the node reports. Contents without a valid sample count are omitted.
+        If the server's option `weights` is a mapping, the sample count of a node is the count in this mapping.
+        Otherwise, it is the count that the node reports, up to a limit of the server. Contents without a valid sample
+        count are omitted.
         """
         found = []
         for node, content in contents:
