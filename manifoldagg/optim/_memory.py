@@ -1,4 +1,4 @@
-"""Alias checks: memory that a step writes must not overlap with other memory that the step uses."""
+"""Alias check: the memory that a step writes must not overlap with other memory that the step uses."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,14 @@ __all__ = ["MemoryAccess", "check_no_alias"]
 
 @dataclass(frozen=True)
 class MemoryAccess:
-    """Memory that a step of one model uses, as rows with one tensor per parameter.
+    """Memory that the step of one model writes and reads.
+
+    Each row contains one tensor per parameter of the model.
 
     Attributes:
         names: the names of the parameters.
-        writes: the parameters and the stored state, which the step overwrites.
-        reads: the inputs of the step.
+        writes: the rows that the step overwrites, which are the parameters and the stored state.
+        reads: the rows that the step only reads, such as gradients. Other objects than tensor lists are ignored.
     """
 
     names: Sequence[str]
@@ -29,12 +31,17 @@ class MemoryAccess:
 
 
 def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
-    """Check that no written tensor partially overlaps with a read tensor or another written tensor.
+    """Check that no written tensor overlaps with another tensor of the steps.
 
-    A read tensor may be identical to a written tensor of the same parameter.
+    There is one exception: a read tensor may be identical to a written tensor of the same parameter. The step is
+    correct in this case, because it reads each number before it overwrites this number.
+
+    Args:
+        accesses: the memory of each model that is updated.
 
     Raises:
-        ArgumentError: if memory overlaps. The message names a parameter.
+        ArgumentError: if two tensors overlap, or if a written tensor is expanded. The message contains the name of a
+            parameter.
     """
     names = [name for model in accesses for name in model.names]
     borders = np.cumsum([0, *(len(model.names) for model in accesses)])
@@ -54,19 +61,20 @@ def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
             tensors += row
     low, high = np.concatenate(ranges, axis=1) if ranges else np.empty((2, 0), np.int64)
     order = np.argsort(low, kind="stable")
-    order = order[high[order] > low[order]]  # empty tensors do not occupy memory
+    order = order[high[order] > low[order]]  # Empty tensors do not occupy memory.
     if not len(order):
         return
     low, high, position = low[order], high[order], np.concatenate(positions)[order]
     shared = np.flatnonzero(high[:-1] > low[1:])
     if len(shared):
         name = names[max(position[shared[0]], position[shared[0] + 1])]
-        raise ArgumentError(f"params: {name}: expected its own memory, got memory that another tensor writes too")
+        raise ArgumentError(f"params: {name}: expected its own memory, got memory of another written tensor")
     for model, start in zip(accesses, borders, strict=False):
         for row in {id(row): row for row in model.reads if isinstance(row, TensorList)}.values():
             start_address, end = row.address_ranges
-            # For each read tensor, find the first written tensor, by address, that ends after the read tensor begins.
-            # If any written tensor overlaps with the read tensor, this tensor does.
+            # The written tensors are disjoint and sorted by address. For each read tensor, find the first written
+            # tensor that ends after the read tensor begins. If any written tensor overlaps with the read tensor, this
+            # one does.
             first = np.minimum(np.searchsorted(high, start_address, side="right"), len(order) - 1)
             for i in np.flatnonzero(
                 (low[first] < end) & (high[first] > start_address) & (end > start_address)

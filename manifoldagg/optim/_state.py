@@ -1,14 +1,21 @@
 """Conversion between the state of a rule and the state of a PyTorch optimizer.
 
-The state of a rule is a tree of dicts and tuples. The state of a PyTorch optimizer has one flat dict per parameter,
-with tensors and numbers as values. Each leaf of the tree is stored under its path, such as `correction.0.length`:
+The state of a rule is a tree of dicts and tuples, which belongs to a whole model. In contrast, a PyTorch optimizer
+stores one flat dict per parameter, and its checkpoints contain only tensors and numbers.
 
-- A row has one tensor per parameter, which is stored with this parameter.
-- A vector is split by parameter. Its name ends in `VECTOR_SUFFIX`.
-- A list has one number per parameter. Its name ends in `PER_PARAMETER_SUFFIX`.
-- A string is encoded as an integer, because PyTorch checkpoints contain only tensors and numbers. `None` is encoded as
-  0. The name ends in `STRING_SUFFIX`.
-- The class of the rule is stored as a string under `RULE_ENTRY`.
+The function `flatten_state` converts the tree to flat dicts. The name of an entry is the path of a leaf in the tree,
+such as `correction.0.length`. The kind of the leaf determines what each parameter stores, and a suffix of the name:
+
+| leaf | stored for each parameter | suffix of the name |
+| --- | --- | --- |
+| number | the number | |
+| row, a list with one tensor per parameter | the tensor of this parameter | |
+| vector, a flat tensor with the entries of all parameters | the part of this parameter | `VECTOR_SUFFIX` |
+| list with one number per parameter | the number of this parameter | `PER_PARAMETER_SUFFIX` |
+| string or `None` | an integer that encodes the string, and 0 for `None` | `STRING_SUFFIX` |
+
+One more entry, `RULE_ENTRY`, contains the encoded name of the class of the rule. The function `unflatten_state`
+restores the tree.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,23 +50,34 @@ PER_PARAMETER_SUFFIX = "[]"
 VECTOR_SUFFIX = "()"
 STRING_SUFFIX = "@"
 RULE_ENTRY = "of" + STRING_SUFFIX
-"""The name of the entry that identifies the rule."""
+"""The name of the entry that identifies the class of the rule."""
 
 ParamState = Mapping[str, Any]
 """The stored state of one parameter."""
 
 
 def common(state: ParamState) -> dict[str, Any]:
-    """Return the state that all parameters of a model share: the numbers, and the names of all other entries."""
+    """Return the part of a parameter's state that is the same for all parameters of a model.
+
+    Args:
+        state: the stored state of one parameter.
+
+    Returns:
+        The entries of the state. The values that differ between parameters are replaced by `None`.
+    """
     return {
         name: None if isinstance(x, Tensor) or name.endswith(PER_PARAMETER_SUFFIX) else x for name, x in state.items()
     }
 
 
 def uniform_across_params(states: Sequence[ParamState]) -> bool:
-    """Return whether all parameters have the same shared state.
+    """Return whether `common` is the same for all parameters.
 
-    The function compares entry by entry, which is fast for models with hundreds of parameters.
+    The function compares one entry of all parameters at a time. For models with hundreds of parameters, this is faster
+    than calling `common` for each parameter.
+
+    Args:
+        states: the stored state of each parameter.
     """
     first = states[0]
     if any(one.keys() != first.keys() for one in states):
@@ -75,15 +93,23 @@ def uniform_across_params(states: Sequence[ParamState]) -> bool:
 
 
 def rule_key(rule: Rule) -> int:
-    """Return an integer that encodes the class of a rule and the classes of its wrapped rules."""
+    """Return an integer that encodes the names of the class of a rule and of the classes of its wrapped rules."""
     return _encode_string(_rule_name(rule))
 
 
 def check_state(name: str, state: ParamState, rule: Rule, initial_state: Any, shape: torch.Size) -> None:
-    """Check that the stored state of a parameter is complete and was stored by this rule.
+    """Check that the stored state of a parameter belongs to a rule and is complete.
+
+    Args:
+        name: the name of the state in error messages.
+        state: the stored state of the parameter.
+        rule: the rule that will use the state.
+        initial_state: the initial state of this rule, which determines the required entries.
+        shape: the shape of the parameter.
 
     Raises:
-        ArgumentError: if the state was stored by another rule, has a wrong shape, or lacks an entry.
+        ArgumentError: if a rule of another class stored the state, if a tensor has a wrong shape, or if an entry is
+            missing.
     """
     given = state.get(RULE_ENTRY)
     if given != rule_key(rule):
@@ -117,13 +143,15 @@ def _decode_string(number: int) -> str:
 
 
 def flatten_state(tree: Any, lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the leaves of a rule's state by path.
-
-    A leaf is a number, a `Combination`, or a list with one element per parameter.
+    """Return the leaves of the state of a rule as a flat dict.
 
     Args:
         tree: the state that the rule returned.
         lengths: the number of elements of each parameter.
+
+    Returns:
+        The leaves by name. A leaf is a number, a `Combination` that has not been computed, or a list with one element
+            per parameter.
 
     Raises:
         RuleError: if a leaf has an unsupported type.
@@ -150,13 +178,20 @@ def _iter_leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple
         yield name + STRING_SUFFIX, _encode_string(tree or "")
     else:
         raise RuleError(
-            f"rule: state: {name}: expected a number, a string or a vector of a model, got {short_repr(tree)}"
+            f"rule: state: {name}: expected a number, a string, None, a vector of the model, or a list with one entry "
+            f"per parameter, got {short_repr(tree)}"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class NormBound:
-    """Upper bound of the norm of a row. The bound is valid until the tensors of the row change."""
+    """Upper bound of the norm of a row, which is valid until the tensors of the row are written.
+
+    Attributes:
+        row: the row, with one tensor per parameter.
+        norm: the upper bound.
+        versions: the version counters of the tensors, with which PyTorch counts the writes to a tensor.
+    """
 
     row: TensorList
     norm: float
@@ -164,9 +199,14 @@ class NormBound:
 
     @staticmethod
     def of(row: TensorList, norm: float) -> "NormBound | None":
-        """Return the bound of a new row, given its norm before rounding.
+        """Return the bound of a new row.
 
-        The result is `None` if PyTorch does not track writes to the row.
+        Args:
+            row: the row, after its numbers were rounded to the dtypes of the tensors.
+            norm: an upper bound of the norm before rounding.
+
+        Returns:
+            The bound, or `None` if PyTorch does not count writes to the tensors. This is the case in inference mode.
         """
         if any(map(Tensor.is_inference, row)):
             return None
@@ -174,17 +214,20 @@ class NormBound:
         return NormBound(row, rounded * norm, tuple(map(_version, row)))
 
     def applies_to(self, row: TensorList) -> bool:
-        """Return whether the row has the tensors of this bound and has not been written since."""
+        """Return whether `row` consists of the tensors of this bound, and none of them has been written since."""
         same = len(row) == len(self.row) and all(map(is_, row, self.row))
         return same and tuple(map(_version, row)) == self.versions
 
 
 def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound]) -> Any:
-    """Return the state of the rule from the stored states of all parameters. Without stored entries, return `None`.
+    """Return the state of a rule as a tree, from the stored states of all parameters.
 
     Args:
         states: the stored state of each parameter.
-        bounds: known upper bounds of the norms of rows, by name.
+        bounds: the known upper bounds of the norms of rows, by name. A valid bound is attached to its row.
+
+    Returns:
+        The state, or `None` if no state is stored yet.
     """
     if not states[0]:
         return None
@@ -216,9 +259,9 @@ def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound
 
 
 def _restore_tuples(tree: Any) -> Any:
-    """Replace each dict whose keys are integers by a tuple.
+    """Replace each dict whose keys are decimal numbers with a tuple.
 
-    The keys are sorted first, because loading a state may change their order.
+    The items are sorted by key, because loading a state may change their order.
     """
     if not isinstance(tree, dict):
         return tree

@@ -1,4 +1,4 @@
-"""The outer optimizer: a server rule that updates parameters from the pseudo-gradients of workers."""
+"""The outer optimizer, which applies a server rule to the pseudo-gradients of workers."""
 
 import math
 import re
@@ -42,40 +42,46 @@ __all__ = ["Outer"]
 
 WORKER_NAME = re.compile(r"[\w-]+")
 WORKER_PREFIX = "worker "
-"""The prefix of the state entries that a rule stores for one worker."""
+"""The prefix of the names of state entries that belong to one worker."""
 
 
 class Outer(torch.optim.Optimizer):
-    r"""A `torch.optim.Optimizer` that applies a server rule to pseudo-gradients.
+    r"""Outer optimizer, which applies a server rule to the pseudo-gradients of workers.
 
-    The `grad` of each parameter must be the pseudo-gradient $\Theta^t - \Theta_i$, the start model minus the worker's
-    model. The method `step()` applies the rule to the displacement $-\mathrm{grad}$, multiplies the step by
-    `group["lr"]`, and adds it to the parameters. For example:
+    Use this class to train one model in several data centres, as in DiLoCo. Each worker $i$ starts from the model
+    $\Theta^t$ and trains it to the model $\Theta_i$. The pseudo-gradient of the worker is $\Theta^t - \Theta_i$. Before
+    each call of `step`, store the pseudo-gradient in the `grad` of the parameters.
+
+    The method `step` passes the displacement $-\mathrm{grad}$ to the rule. It multiplies the step of the rule by
+    `group["lr"]`, and adds the product to the parameters. For example:
 
     - `Outer(params, ASGD(0.7))` is SGD with learning rate 0.7.
     - `Outer(params, Momentum(ASGD(0.7), nesterov=True))` is the outer optimizer of DiLoCo.
 
-    Behaviour:
+    The class is a `torch.optim.Optimizer`. Learning rate schedulers, hooks, closures and checkpoints work as usual. The
+    options `maximize`, `differentiable` and `capturable` are not supported. The following properties depend on the
+    rule:
 
-    - A parameter group is one model. Cosines and norms are computed over all tensors of the group, or for each tensor
-      if the rule has granularity `"tensor"`. Learning rate schedulers may change the `lr` of a group.
-    - Parameters whose `grad` is `None` are unchanged. A rejected update changes nothing.
-    - `state[p]` contains the state of the rule for the parameter `p`: numbers, and tensors of the parameter's shape in
-      float32 or wider. Saving and loading preserves the state bit for bit. `state_dict()` also identifies the class of
-      the rule. A rule of another class rejects the state.
-    - Parameters may be `DTensor`s, such as those of `fully_shard`, that are sharded along one dimension of the mesh.
-      All ranks must call `step`. Only inner products are communicated.
-    - The options `maximize`, `differentiable` and `capturable` are not supported.
+    - **Parameter groups.** The rule treats each parameter group as one model. It computes cosines and norms over all
+      tensors of the group. If the granularity of the rule is `"tensor"`, it computes them for each tensor.
+    - **Missing gradients.** If the `grad` of a parameter is `None`, `step` does not change the parameter or its state.
+    - **Errors.** If `step` raises an exception, all parameters and states are unchanged.
+    - **State.** `state[p]` contains the numbers and tensors that the rule stores for the parameter `p`. The tensors
+      have the shape of `p`, and their dtype is float32 or wider. Saving and loading preserves the state bit for bit.
+      The state also identifies the class of the rule. `load_state_dict` rejects the state of another class.
+    - **Sharded parameters.** Parameters may be `DTensor`s that are sharded along one dimension of the mesh, such as
+      those of `fully_shard`. All ranks must call `step`. The ranks exchange only inner products.
 
     Args:
-        params: parameters, named parameters or groups, as in any optimizer. The parameters must be dense and floating.
-        rule: a rule that accepts tensor lists and needs only the models of workers, such as `ASGD`, `FedOrtho`,
-            `FedBuff`, `HeLoCo`, `DelayedNesterov` or `RadialDirectional`, or `Momentum` of such a rule.
-        lr: the factor by which the rule's step is multiplied.
+        params: parameters, named parameters or parameter groups, as in other optimizers. The parameters must be dense
+            floating tensors.
+        rule: a rule that accepts tensor lists and needs only the models of workers. Examples are `ASGD`, `FedOrtho`,
+            `FedBuff`, `HeLoCo`, `DelayedNesterov` and `RadialDirectional`, and `Momentum` of such a rule.
+        lr: the factor by which the step of the rule is multiplied. It is the default of `group["lr"]`.
 
     Raises:
-        ArgumentError: if the rule needs more than models, if `lr` is negative, or if a parameter is sparse or not
-            floating.
+        ArgumentError: if the rule does not accept tensor lists, if it needs more than models, if `lr` is negative, or
+            if a parameter is sparse or not floating.
 
     Example:
         >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -106,7 +112,14 @@ class Outer(torch.optim.Optimizer):
         return state | {"rule": self.rule}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group with its own `lr`, as in any optimizer."""
+        """Add a parameter group to the optimizer.
+
+        Args:
+            param_group: a dict with the parameters as `params`, and optionally the learning rate as `lr`.
+
+        Raises:
+            ArgumentError: if a parameter is sparse or not floating. The optimizer is then unchanged.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for i, p in enumerate(group["params"]):
@@ -117,10 +130,16 @@ class Outer(torch.optim.Optimizer):
                 )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, as in any optimizer. State tensors keep their saved dtypes.
+        """Load the state of the optimizer.
+
+        In contrast to the method of the base class, state tensors retain the dtypes in which they were saved.
+
+        Args:
+            state_dict: the result of `state_dict()`.
 
         Raises:
-            ArgumentError: if the state was saved by another rule. The optimizer is then unchanged.
+            ArgumentError: if the state was saved with a rule of another class, lacks an entry, or contains a tensor of
+                a wrong shape. The optimizer is then unchanged.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -145,25 +164,30 @@ class Outer(torch.optim.Optimizer):
         weight: float = 1.0,
         base: Sequence[Tensor] | None = None,
     ) -> Any:
-        r"""Apply the pseudo-gradients of one worker as one update.
+        r"""Apply the pseudo-gradients in `grad` to the parameters, as one update of one worker.
 
-        Rules that use the drift, such as `FedOrtho`, need the start model of a stale worker as `base`. `HeLoCo`,
+        The drift is the difference of the current parameters and the start model of the worker. Some rules use the
+        drift, such as `FedOrtho`. For these rules, pass the start model of a stale worker as `base`. `HeLoCo`,
         `Momentum(ASGD(...))` and buffered rules do not use the drift.
 
         Args:
-            closure: a function that computes the gradients and returns a loss.
-            staleness: the staleness $\tau - t$: the number of steps since the worker started.
-            worker: the name of the worker, for rules that store a state for each worker.
-            weight: the worker's share of the data $w_i$.
-            base: the start model $\Theta^t$ of the worker. Pass one tensor for each parameter of all groups, in order.
-                A `DTensor` must have the placements of its parameter. The default is the current parameters.
+            closure: a function that computes the gradients and returns the loss. With `None`, the gradients must
+                already be stored in `grad`.
+            staleness: the staleness $\tau - t$ of the update. It is the number of steps between the start $t$ of the
+                worker and the current step $\tau$.
+            worker: the name of the worker, for rules that store a state for each worker. The name is an integer, or a
+                string of letters, digits, underscores and dashes.
+            weight: the share $w_i$ of the worker in the data.
+            base: the start model $\Theta^t$ of the worker. It is a sequence with one tensor for each parameter of all
+                groups, in order. A `DTensor` must have the placements of its parameter. The default is the current
+                parameters.
 
         Returns:
-            The return value of the closure.
+            The return value of the closure, or `None` without a closure.
 
         Raises:
-            ArgumentError: if an argument is invalid, such as a sparse or non-finite gradient. The error is also raised
-                if `base` is missing for a stale worker and the rule uses the drift.
+            ArgumentError: if an argument is invalid, or if a gradient is sparse or not finite. The error is also raised
+                if the rule uses the drift, the staleness is positive, and `base` is missing.
         """
         loss = None
         if closure is not None:
@@ -172,10 +196,13 @@ class Outer(torch.optim.Optimizer):
         check_count("staleness", staleness, at_least=0)
         check_number("weight", weight, above=0)
         if not (worker is None or type(worker) is int or WORKER_NAME.fullmatch(str(worker))):
-            raise ArgumentError(f"worker: expected an int or a word of letters, digits and dashes, got {worker!r}")
+            raise ArgumentError(
+                f"worker: expected an int, or a string of letters, digits, underscores and dashes, got {worker!r}"
+            )
         if base is None and staleness and getattr(self.rule, "uses_drift", True):
             raise ArgumentError(
-                f"base: expected the start of the worker, which {type(self.rule).__name__} requires for a stale update"
+                f"base: expected the start model of the worker, which {type(self.rule).__name__} requires for a stale "
+                "update, got None"
             )
         with torch.no_grad():
             bases = self._check_bases(base)
@@ -209,7 +236,11 @@ class Outer(torch.optim.Optimizer):
         return dict(zip(params, base, strict=True))
 
     def _param_sets(self, group: dict[str, Any]) -> list["ParamSet"]:
-        """Return the parameters of a group that have a gradient, in one set for each number of past steps."""
+        """Return the parameters of a group that have a gradient, as sets with the same shared state.
+
+        A group has more than one set if its parameters have completed different numbers of steps. The reason is that
+        the state of a rule contains numbers that apply to the whole model.
+        """
         gradients: list[Any] = [p.grad for p in group["params"]]
         indices = [i for i, gradient in enumerate(gradients) if gradient is not None]
         gradients = [gradients[i] for i in indices]
@@ -239,7 +270,7 @@ class Outer(torch.optim.Optimizer):
     def _plan(
         self, param_set: "ParamSet", bases: Mapping[Tensor, Tensor], update_info: Mapping[str, Any]
     ) -> "PlannedStep":
-        """Plan the rule's step for a set of parameters without writing to any tensor."""
+        """Validate and plan the step of the rule for a set of parameters. No tensor is written."""
         params = param_set.params
         current = _local_rows(params)
         gradients = _local_rows(param_set.gradients)
@@ -274,7 +305,8 @@ class Outer(torch.optim.Optimizer):
             for i, (p, tensor) in enumerate(bases.items()):
                 if any(p is one for one in params) and not is_finite(_local_shard(tensor)):
                     raise ArgumentError(f"base[{i}]: expected finite values, got NaN or infinity") from error
-            # All inputs of this rank are finite. The fault is on another rank, or the square of a gradient overflows.
+            # All inputs of this rank are finite. Either another rank has a non-finite input, or the square of a
+            # gradient overflows.
             error.args = (str(error).replace("displacements[0]", "params: gradient"),)
             raise
         pending_step: Any = outcome.model
@@ -298,7 +330,16 @@ class Outer(torch.optim.Optimizer):
 
 @dataclass
 class ParamSet:
-    """Parameters that the rule processes as one model, with their gradients, states and learning rate."""
+    """Set of parameters that the rule processes as one model.
+
+    Attributes:
+        params: the parameters.
+        names: the names of the parameters in error messages.
+        gradients: the gradient of each parameter.
+        states: the stored state of each parameter.
+        common_state: the part of the state that is the same for all parameters.
+        rate: the learning rate of the group.
+    """
 
     params: list[Tensor]
     names: list[str]
@@ -310,7 +351,17 @@ class ParamSet:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A validated step that has not been applied."""
+    """Validated step of a set of parameters, which has not been applied yet.
+
+    Attributes:
+        params: the parameters.
+        names: the names of the parameters in error messages.
+        current: the local values of the parameters.
+        previous_states: the stored state of each parameter before the step.
+        pending_step: the linear combination to add to the parameters, or `None` if the parameters do not change.
+        new_state: the leaves of the new state of the rule, by name.
+        norm_bounds: the known upper bounds of the norms of stored rows, by name, or `None` for sharded parameters.
+    """
 
     params: list[Tensor]
     names: list[str]
@@ -322,12 +373,12 @@ class PlannedStep:
 
     @cached_property
     def pending_sums(self) -> dict[str, Combination]:
-        """The linear combinations in the new state that have not been computed."""
+        """The linear combinations in the new state that have not been computed yet, by name."""
         return {name: leaf for name, leaf in self.new_state.items() if isinstance(leaf, Combination)}
 
     @cached_property
     def existing_rows(self) -> dict[str, TensorList]:
-        """The tensors that already store the linear combinations of `pending_sums`, by name."""
+        """The stored tensors that the combinations in `pending_sums` overwrite, by name."""
         return {
             name: TensorList([one[name] for one in self.previous_states])
             for name in self.pending_sums
@@ -336,7 +387,7 @@ class PlannedStep:
 
     @property
     def memory_access(self) -> MemoryAccess:
-        """The memory that the step writes and reads."""
+        """The tensors that the step writes and reads."""
         frames = {
             id(one.frame): one.frame for one in (self.pending_step, *self.pending_sums.values()) if one is not None
         }
@@ -344,7 +395,14 @@ class PlannedStep:
         return MemoryAccess(self.names, [self.current, *self.existing_rows.values()], read)
 
     def apply(self, states: dict[Tensor, dict[str, Any]]) -> dict[str, NormBound]:
-        """Apply the step and store the new state. Return the known upper bounds of the norms of the stored rows."""
+        """Apply the step to the parameters, and store the new state.
+
+        Args:
+            states: the states of the optimizer. The entries of the parameters are replaced.
+
+        Returns:
+            The known upper bounds of the norms of the stored rows, by name.
+        """
         targets = {name: self._output_row(name) for name in self.pending_sums}
         goals = [] if self.pending_step is None else [self.pending_step.fused(self.current)]
         goals += [one.fused(targets[name]) for name, one in self.pending_sums.items()]
@@ -362,7 +420,7 @@ class PlannedStep:
         return bounds
 
     def dtypes(self, name: str) -> list[torch.dtype]:
-        """Return the dtype in which a linear combination is stored, for each parameter."""
+        """Return the dtype in which a linear combination of the new state is stored, for each parameter."""
         if name in self.existing_rows:
             return [tensor.dtype for tensor in self.existing_rows[name]]
         return [torch.promote_types(tensor.dtype, torch.float32) for tensor in self.current]
@@ -431,7 +489,7 @@ def _local_rows(tensors: Sequence[Any]) -> TensorList:
 
 
 def _to_dtensor(shard: Tensor, p: Any) -> Any:
-    """Return a `DTensor` with this local shard and the placements of the parameter `p`."""
+    """Return a `DTensor` with the given local shard and the placements of the parameter `p`."""
     dtensor_type: Any = type(p.data)
     return dtensor_type.from_local(
         shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
@@ -442,7 +500,7 @@ def _reduce_across_ranks(p: Any) -> AbstractContextManager[None]:
     """Return a context in which inner products are reduced over all ranks that store a shard of `p`.
 
     Raises:
-        ArgumentError: if more than one dimension of the mesh is sharded, or if there are partial sums.
+        ArgumentError: if `p` is sharded along more than one dimension of the mesh, or if `p` is a partial sum.
     """
     sharded_dims = [d for d, place in enumerate(p.placements) if place.is_shard()]
     if len(sharded_dims) > 1 or any(place.is_partial() for place in p.placements):

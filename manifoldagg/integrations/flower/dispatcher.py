@@ -1,4 +1,4 @@
-"""The message dispatcher, which sends messages to nodes and collects replies."""
+"""The message dispatcher, which sends messages to nodes and fetches their replies."""
 
 import logging
 import math
@@ -28,22 +28,27 @@ MAX_REPLY_BYTES = 2**28
 NODE_REFRESH_INTERVAL = 1.0
 """The time between two queries of the connected nodes, in seconds."""
 TTL_MARGIN = 60.0
-"""A margin in seconds. Flower stores a message for twice its timeout plus this margin."""
+"""A time in seconds. Flower stores a message for twice its timeout plus this time."""
 MAX_QUEUED_EVALUATIONS = 2
 """The maximum number of evaluations per node that are queued or in flight."""
 LOST_REPLY_TIMEOUT = 10.0
-"""The time after which a reply counts as lost and the node receives a new task, in seconds."""
+"""The time in seconds that a node has for its reply after Flower may have lost this reply."""
 UNREADABLE_REPLY_ERRORS = (AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
-"""The exceptions that Flower raises for an invalid reply. A lost connection raises other exceptions."""
+"""The exceptions that Flower raises for an invalid reply. If the connection is lost, it raises other exceptions."""
 MAX_ISOLATION_DOUBLINGS = 20
-"""The maximum exponent of the number of readable replies that end the isolation of a node."""
+"""The maximum exponent n in the number 2^n of readable replies that end the isolation of a node."""
 TASK_ENDED = "ticket: the task of this reply has already ended"
-"""The reason of the rejection if a reply arrives twice, or after the end of its task."""
+"""The reason of a rejection if the reply arrives twice, or after the end of its task."""
 FlowerMessage: TypeAlias = flwr.app.Message
 
 
 class _TrainTask(NamedTuple):
-    """A training task. After the message has been sent, `records` is `None` to save memory."""
+    """Training task of a node.
+
+    Attributes:
+        id: the identifier of the ticket.
+        records: the records of the message. After the message has been sent, the value is `None` to save memory.
+    """
 
     id: str
     records: dict[str, ArrayRecord | ConfigRecord] | None = None
@@ -51,11 +56,11 @@ class _TrainTask(NamedTuple):
 
 @dataclass(eq=False)
 class EvaluationRound:
-    """The evaluation of the model of one round on the nodes.
+    """Evaluation of the model of one round on the nodes.
 
     Args:
         round: the round of the evaluated model.
-        deadline: the time at which the evaluation ends, even if replies are missing.
+        deadline: the value of `time.monotonic()` at which the evaluation ends, even if replies are missing.
         num_nodes: the number of nodes that evaluate.
         num_pending: the number of missing replies.
         replies: the received replies, without arrays.
@@ -74,11 +79,13 @@ class _EvalTask(NamedTuple):
 
 
 class _Isolation:
-    """Set of nodes whose replies are fetched separately.
+    """Set of nodes whose replies the dispatcher fetches separately.
 
-    If Flower cannot parse one reply, all replies of the same call are lost. A node with an unreadable reply is
-    therefore isolated. After the n-th unreadable reply, the isolation ends with 2^n readable replies. The growth limits
-    the damage by a node that alternates between readable and unreadable replies.
+    If Flower cannot parse one reply, all replies of the same call may be lost. After an unreadable reply, the
+    dispatcher therefore isolates the node: it fetches each reply of this node in a call of its own.
+
+    The isolation ends after 2^n readable replies, where n is the number of unreadable replies so far. Because of this
+    growth, a node that alternates between readable and unreadable replies rarely causes the loss of other replies.
     """
 
     def __init__(self) -> None:
@@ -103,18 +110,21 @@ class _Isolation:
 
 
 class MessageDispatcher:
-    """Dispatcher that sends at most one message at a time to each node, and assigns replies to tasks.
+    """Dispatcher, which sends messages to nodes, fetches their replies and assigns each reply to its task.
+
+    Each node has at most one message in flight. Further tasks of the node wait in a queue.
 
     Args:
         grid: the grid of the `ServerApp`.
-        server: the server that issued the tickets.
+        server: the server that issues the tickets.
         report: the report that counts failed tasks.
-        dispatch: a function that issues a ticket for a node, and returns the ticket identifier and the records of the
-            message.
-        bound_evaluation: a function that returns the part of an evaluation reply to store.
+        dispatch: a function that issues a ticket for a node. It returns the identifier of the ticket and the records
+            of the message.
+        bound_evaluation: a function that limits the size of the reply to an evaluation. It receives the content of the
+            reply and returns the content to store.
         largest_reply_bytes: the size of the largest expected reply, in bytes.
         poll_interval: the time between two polls for replies, in seconds.
-        accepts_node: a function that returns whether a node may train.
+        accepts_node: a function that returns whether a node may participate in the run.
 
     Attributes:
         nodes: the states of the nodes.
@@ -149,14 +159,18 @@ class MessageDispatcher:
         self._is_idle = False
         self._scheduled: dict[int, _TrainTask | _EvalTask] = {}
         self._sampler: ClientSampler | None = None
-        # Nodes that are connected and do not back off.
+        # The nodes that are connected and do not back off.
         self._available = AvailableClients()
         self._backing_off: set[int] = set()
         self.nodes: Nodes[_TrainTask | _EvalTask] = Nodes()
         self.evaluations: list[EvaluationRound] = []
 
     def open(self, make_sampler: Callable[[list[int]], ClientSampler]) -> None:
-        """Query the connected nodes and dispatch the first tasks."""
+        """Query the connected nodes, and dispatch the first tasks.
+
+        Args:
+            make_sampler: a function that returns the client sampler, given the connected nodes.
+        """
         here, _ = self.nodes.update_membership(self._connected_nodes())
         self._available = AvailableClients(here)
         self._sampler = make_sampler(here)
@@ -169,7 +183,14 @@ class MessageDispatcher:
             self._server.drop(ticket)
 
     def start_evaluation(self, evaluation: EvaluationRound, messages: Iterable[FlowerMessage]) -> None:
-        """Queue one evaluation message per node. Nodes with too many queued evaluations are skipped."""
+        """Queue the messages of an evaluation.
+
+        Nodes that have disconnected are skipped, and also nodes with `MAX_QUEUED_EVALUATIONS` unfinished evaluations.
+
+        Args:
+            evaluation: the evaluation, whose number of nodes is updated.
+            messages: at most one message per node.
+        """
         self.evaluations.append(evaluation)
         for message in messages:
             node = message.metadata.dst_node_id
@@ -191,7 +212,10 @@ class MessageDispatcher:
         return over
 
     def train_tasks(self) -> list[tuple[int, dict[str, ArrayRecord | ConfigRecord]]]:
-        """Return the nodes with a training task to send, and the records of their messages."""
+        """Return each node to which a training task can be sent, with the records of the message.
+
+        The result is empty except while `send` calls `configure`.
+        """
         return [
             (node, work.records)
             for node, work in self._scheduled.items()
@@ -199,10 +223,12 @@ class MessageDispatcher:
         ]
 
     def send(self, configure: Callable[[], Iterable[FlowerMessage]]) -> None:
-        """Send messages to all free nodes with queued tasks.
+        """Send the next task of each free node.
 
-        The function `configure` builds the messages of the training tasks. If a task has no message, the node backs
-        off.
+        If a task has no message or Flower does not send the message, the task fails and the node backs off.
+
+        Args:
+            configure: a function that returns the messages of the training tasks in `train_tasks`.
         """
         due = dict(self.nodes.ready(time.monotonic()))
         for node in [node for node, work in due.items() if self._is_cancelled(work)]:
@@ -215,7 +241,8 @@ class MessageDispatcher:
             messages |= {node: message for node, message in made.items() if isinstance(due.get(node), _TrainTask)}
         timeouts = {node: message.metadata.ttl for node, message in messages.items()}
         for sealed in messages.values():
-            # With the longer time to live, Flower stores a reply that arrives in time while this process is busy.
+            # Flower deletes replies after the time to live. With a longer time, a reply that arrives before the
+            # deadline is not deleted while this process is busy.
             sealed.metadata.ttl += sealed.metadata.ttl + TTL_MARGIN
         sent = set(self._grid.push_messages(messages.values())) if messages else set()
         now = time.monotonic()
@@ -227,21 +254,28 @@ class MessageDispatcher:
                 self.nodes.backoff(node, now)
                 unsent.append((node, work))
             else:
-                # The message already contains the records, so they need not be stored twice.
+                # Release the records, because the message already contains them.
                 kept = _TrainTask(work.id) if isinstance(work, _TrainTask) else work
                 self.nodes.mark_sent(node, message.metadata.message_id, kept, deadline=now + timeouts[node])
         self._scheduled = {}
-        # This runs after the loop, because it may dispatch tasks to nodes that are still in `due`.
+        # These calls follow after the loop, because they may enqueue new tasks for nodes that are still in `due`.
         for node, work in unsent:
             self._on_work_finished(node, work)
 
     def find_task(self, message_id: str) -> tuple[int, str] | None:
-        """Return the node and the ticket identifier of a training message. If the task has ended, return `None`."""
+        """Return the node and the ticket identifier of a training message, or `None` if the task has ended."""
         held = self.nodes.lookup(message_id)
         return (held[0], held[1].id) if held is not None and isinstance(held[1], _TrainTask) else None
 
     def next_reply(self) -> FlowerMessage | None:
-        """Return the next reply to a training task, or `None`. For each reply, the caller must call `complete`."""
+        """Process the next reply, and return it if the caller must process it.
+
+        The method itself processes replies to evaluations, replies to ended tasks, and all replies after `close`.
+
+        Returns:
+            The reply to a training task, with content or an error. The caller must then call `complete`. The result is
+                `None` if no reply has arrived or the method has processed the reply.
+        """
         if not self._inbox:
             self._poll()
         if not self._inbox:
@@ -267,13 +301,24 @@ class MessageDispatcher:
         return None
 
     def complete(self, message_id: str, *, succeeded: bool) -> None:
-        """Mark the task of a message as completed. Repeated calls have no effect."""
+        """Mark the task of a message as completed, and dispatch the next tasks.
+
+        A repeated call has no effect.
+
+        Args:
+            message_id: the identifier of the message.
+            succeeded: whether the task succeeded. After a failure, the node backs off.
+        """
         if self.nodes.lookup(message_id) is not None:
             node, work = self.nodes.complete(message_id, time.monotonic(), succeeded=succeeded)
             self._on_work_finished(node, work, succeeded)
 
     def _poll(self) -> None:
-        """Fetch one batch of replies. After a poll of all messages without a reply, wait for the poll interval."""
+        """Fetch one batch of the available replies.
+
+        A full poll consists of several batches. If a full poll found no reply, the next one starts after the poll
+        interval.
+        """
         if not self._unpolled:
             if self._is_idle:
                 time.sleep(self._poll_interval)
@@ -298,28 +343,28 @@ class MessageDispatcher:
                 )
 
     def _pull_safe(self, message_ids: list[str]) -> list[FlowerMessage]:
-        """Fetch the available replies to these messages. If a reply is unreadable, fetch each reply separately."""
+        """Fetch the available replies to the given messages. If one is unreadable, fetch each reply separately."""
         try:
             return list(self._grid.pull_messages(message_ids)) if message_ids else []
         except UNREADABLE_REPLY_ERRORS as error:
-            # Flower cannot parse one of the replies, or a reply has expired.
+            # Flower could not parse one of the replies, or a reply has expired.
             nodes = [held[0] for name in message_ids if (held := self.nodes.lookup(name)) is not None]
             if len(message_ids) == 1:
                 self._isolation.on_unreadable(nodes)
                 self._report_failure(message_ids[0], "unreadable", f"{type(error).__name__}: {error}")
                 self.complete(message_ids[0], succeeded=False)
                 return []
-            # Flower may have removed the other replies of the failed call, so they may be lost.
+            # Flower may have deleted all replies of the failed call. Fetch each reply that is still available.
             known = self._isolation.num_unreadable
             brought = [reply for name in message_ids for reply in self._pull_safe([name])]
-            if self._isolation.num_unreadable == known:  # the unreadable reply is lost as well
+            if self._isolation.num_unreadable == known:  # Flower has also deleted the unreadable reply.
                 self._isolation.on_unreadable(nodes)
             for name in set(message_ids).difference(reply.metadata.reply_to_message_id for reply in brought):
                 self.nodes.shorten_deadline(name, time.monotonic() + LOST_REPLY_TIMEOUT)
             return brought
 
     def _is_isolated(self, message_id: str) -> bool:
-        """Return whether to fetch a reply separately. This includes replies to ended tasks, whose node is unknown."""
+        """Return whether to fetch a reply separately. This also applies to ended tasks, whose node is unknown."""
         held = self.nodes.lookup(message_id)
         return held is None or held[0] in self._isolation
 
@@ -366,7 +411,7 @@ class MessageDispatcher:
             self.nodes.enqueue(node, _TrainTask(*self._issue(node)))
 
     def _on_work_finished(self, node: int, work: _TrainTask | _EvalTask, succeeded: bool = False) -> None:
-        """Release a node after its task, and dispatch the tasks that the sampler selects."""
+        """Release a node after a task, and dispatch tasks to the nodes that the sampler selects."""
         if isinstance(work, _EvalTask) or not succeeded:
             self._cancel(work)
         if not succeeded:
@@ -379,7 +424,7 @@ class MessageDispatcher:
         if isinstance(work, _EvalTask):
             work.evaluation.num_pending -= 1
         else:
-            with suppress(ArgumentError):  # a final rejection closes the ticket
+            with suppress(ArgumentError):  # A final rejection has already closed the ticket.
                 self._server.drop(work.id)
 
     def _is_cancelled(self, work: _TrainTask | _EvalTask) -> bool:

@@ -1,4 +1,4 @@
-"""The training loop of the strategy: rounds, evaluations and checkpoints."""
+"""The training loop of the strategy, which runs rounds and evaluations and writes checkpoints."""
 
 import logging
 import time
@@ -31,13 +31,15 @@ __all__ = ["FlowerMessage", "TrainingLoop"]
 
 LOG = logging.getLogger("flwr")
 FlowerMessage: TypeAlias = flwr.app.Message
-"""A message of Flower, in contrast to the message of a rule."""
+"""A message of Flower. A rule also has messages, which are instances of `manifoldagg.federated.Message`."""
 AggregateFn: TypeAlias = Callable[[list[RecordDict], str], MetricRecord]
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class TrainingLoop(Strategy):
-    """Base class of the strategy, which runs rounds without waiting for the slowest nodes.
+    """Base class of the strategy, which runs the rounds of training and evaluation.
+
+    A round does not wait for the slowest nodes. Subclasses build the messages and process the replies.
 
     Attributes:
         server: the server of the current run or the last run.
@@ -80,9 +82,10 @@ class TrainingLoop(Strategy):
         self._unsubscribe: list[Callable[[], None]] = []
 
     def stop(self) -> None:
-        """Request that `start` stops dispatching tasks, writes the checkpoint and returns.
+        """Request the end of the run.
 
-        The method can be called from any thread or signal handler. A call before `start` has no effect.
+        The method `start` then stops dispatching tasks, writes the checkpoint and returns. `stop` can be called from
+        any thread or signal handler. A call before `start` has no effect.
         """
         self._stop_requested = True
 
@@ -98,21 +101,22 @@ class TrainingLoop(Strategy):
     ) -> Result:
         """Train for a number of rounds.
 
-        After an exception, such as an interrupt or an error in `evaluate_fn`, the strategy first writes the checkpoint.
+        If an exception interrupts the run, the strategy first writes the checkpoint, and then raises the exception.
+        Examples are an interrupt and an error in `evaluate_fn`.
 
         Args:
             grid: the grid of the `ServerApp`.
             initial_arrays: the complete state dict of the initial model.
             num_rounds: the number of rounds.
-            timeout: the maximum duration of a round in seconds. After the last round, `start` waits at most this time
-                for evaluations.
-            train_config: the configuration of training messages. The entry `"server-round"` is added.
-            evaluate_config: the configuration of evaluation messages. The entry `"server-round"` is added.
+            timeout: the maximum duration of a round in seconds. Each evaluation on nodes ends after the same time, so
+                `start` waits at most this time for evaluations after the last round.
+            train_config: the configuration of training messages. The strategy adds the entry `"server-round"`.
+            evaluate_config: the configuration of evaluation messages. The strategy adds the entry `"server-round"`.
             evaluate_fn: a function that evaluates the model in this process, before the first round and after each
-                round.
+                round. Its arguments are the round, which starts from 0, and the model. It returns metrics or `None`.
 
         Returns:
-            The last model, and the metrics of each round.
+            The last model and the metrics of each round.
 
         Raises:
             ArgumentError: if an argument is invalid.
@@ -164,7 +168,7 @@ class TrainingLoop(Strategy):
             personal=self.personal,
             **self.server_options,
         )
-        for unsubscribe in self._unsubscribe:  # the server of an earlier run may still report a checkpoint
+        for unsubscribe in self._unsubscribe:  # The server of an earlier run may still publish a checkpoint event.
             unsubscribe()
         self._report = RunReport()
         callbacks = [self._report.on_event, *map(self._report.guarded, self.on_event)]
@@ -185,7 +189,8 @@ class TrainingLoop(Strategy):
                 self.server.drop(ticket)
             self._rounds.read(self.server.updates)
             LOG.info("Resuming after %d rounds and %d updates", self._rounds.count, self.server.updates)
-        # The condition holds at the start of a run, and after a resume if the process was killed during an evaluation.
+        # Evaluate the model at the start of a new run. After a resume, repeat an evaluation during which the process
+        # was killed.
         is_new = self.server.updates == self._rounds.cumulative_updates[-1]
         if is_new and self._rounds.count not in self._rounds.result.evaluate_metrics_serverapp:
             self._evaluate_on_server(evaluate_fn)
@@ -236,14 +241,14 @@ class TrainingLoop(Strategy):
             return self.configure_train(number, self._arrays, self._train_config, grid)
 
         arrays = metrics = None
-        if self._is_round_full:  # the server was killed between the last update and the end of the round
+        if self._is_round_full:  # The process was killed between the last update and the end of the round.
             arrays, metrics = self.aggregate_train(number, [])
         while arrays is None:
             self._dispatcher.send(configure)
             reply = self._dispatcher.next_reply()
             if reply is not None:
                 arrays, metrics = self.aggregate_train(number, [reply])
-                # A reply that an overridden method did not process counts as a failure of its node.
+                # If an overridden method did not process the reply, the reply counts as a failure of the node.
                 self._dispatcher.complete(reply.metadata.reply_to_message_id, succeeded=False)
             self._record_evaluations()
             if arrays is None and self._stop_requested:
@@ -304,16 +309,16 @@ class TrainingLoop(Strategy):
         self._report.flush()
 
     def _close_after_error(self) -> None:
-        """Stop training after an exception, and write the checkpoint if possible."""
+        """Stop training after an exception, and write the checkpoint. Errors in these steps are logged."""
         if self._is_open:
             for step in (self._report.flush, self._dispatcher.close, self._codec.release, self._save_checkpoint):
                 try:
                     step()
                 except Exception:
-                    LOG.exception("after an error:")
+                    LOG.exception("an exception was raised while stopping the run:")
 
     def _save_checkpoint(self) -> None:
-        """Write a checkpoint. An error is logged and not raised, because the result is still in memory."""
+        """Write a checkpoint. An error is logged instead of raised, so that `start` can still return the result."""
         if self.durability.checkpoint is not None:
             try:
                 self.server.save()
@@ -335,7 +340,7 @@ class TrainingLoop(Strategy):
             self._write_rounds()
 
     def _write_rounds(self) -> None:
-        """Write the finished rounds. An error is logged and does not stop the run."""
+        """Write the finished rounds to the file. An error is logged and does not stop the run."""
         try:
             self._rounds.write()
         except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Setup of the server from the initial model of a run or from a checkpoint."""
+"""Construction of the server from the initial model of a run or from a checkpoint."""
 
 import copy
 import inspect
@@ -22,7 +22,7 @@ from manifoldagg.manifolds.buffer_policies import BufferPolicy
 __all__ = ["ModelSource", "build_server", "check_callbacks", "check_options"]
 
 ModelSource: TypeAlias = nn.Module | Callable[[], nn.Module] | None
-"""A module or a function that returns a module. `None` derives the parameters from the arrays."""
+"""A module, or a function that returns a module. With `None`, the arrays determine the parameters."""
 CONCURRENCY_HINT = "use concurrency for the number of tasks in flight"
 FLOWER_EQUIVALENTS = {
     **dict.fromkeys(
@@ -31,11 +31,14 @@ FLOWER_EQUIVALENTS = {
     **dict.fromkeys(("num_rounds", "train_config", "evaluate_config", "evaluate_fn"), "pass it to start"),
     "max_in_flight": CONCURRENCY_HINT,
 }
-"""Hints for options of Flower's strategies and of `Server` that the strategy does not have."""
+"""Hints for options that Flower's strategies or `Server` have, but this strategy does not have."""
 
 
 def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """Check event callbacks and return them as a tuple.
+    """Check event callbacks, and return them as a tuple.
+
+    Args:
+        callbacks: the value of the option `on_event`.
 
     Raises:
         ArgumentError: if `callbacks` is not a list or tuple of functions.
@@ -50,14 +53,14 @@ def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
 
 
 def check_options(options: Mapping[str, Any], strategy_options: Collection[str]) -> None:
-    """Check the names of server options, and all values that do not depend on the model.
+    """Check the names of the options for the server, and all values that do not depend on the model.
 
     Args:
         options: the options by name.
-        strategy_options: the names of the strategy's own options.
+        strategy_options: the names of the options of the strategy itself.
 
     Raises:
-        ArgumentError: if an option is unknown or has an invalid value. For an unknown option, the message lists the
+        ArgumentError: if an option is unknown or has an invalid value. If the option is unknown, the message lists the
             known options.
     """
     parameters = inspect.signature(Server).parameters.values()
@@ -94,11 +97,11 @@ def build_server(
     Args:
         rule: the aggregation rule.
         model: the module that determines which arrays are parameters. With `None`, the names and dtypes of the arrays
-            are used.
-        arrays: the complete state dict.
+            determine it.
+        arrays: the complete state dict of the initial model.
         buffer_policy: the policies of the buffers.
         durability: the checkpoints and the journal.
-        resume: whether to resume if a checkpoint or a journal exists.
+        resume: whether to resume the server if a checkpoint or a journal exists.
         replace: whether the rule and the clock may differ from those in the checkpoint.
         personal: names or glob patterns of the entries that remain on each node.
         **options: keyword arguments of the server.
@@ -119,7 +122,7 @@ def build_server(
     except ManifoldAggError as error:
         raise ArgumentError(f"initial_arrays: {error}") from error
     space.layout.check_parameters("initial_arrays" if module is None else "model")
-    if module is not None:  # frozen parameters are left unchanged
+    if module is not None:  # The buffer policy of the space leaves frozen parameters unchanged.
         buffer_policy = dict(ParameterSpace.of(module, buffer_policy=buffer_policy, personal=personal).buffer_policies)
     initial = InitialModel(start, carried, buffer_policy)
     if resume and durability.checkpoint is not None:

@@ -1,4 +1,4 @@
-"""The server side of the Flower integration: an asynchronous strategy."""
+"""The asynchronous strategy, which is the server side of the Flower integration."""
 
 import inspect
 import logging
@@ -36,59 +36,64 @@ LOG = logging.getLogger("flwr")
 class Asynchronous(TrainingLoop):
     """Asynchronous Flower strategy, which sends each node a new task as soon as the node has replied.
 
-    The strategy runs a [`Server`][manifoldagg.federated.Server] with any rule.
+    The strategy runs a [`Server`][manifoldagg.federated.Server] with any rule. Nodes do not wait for each other:
 
-    - The server applies each update on arrival, with any staleness. It rejects invalid updates, such as a NaN or a
-      wrong shape. After a rejection, the node receives its next task after a backoff time.
-    - A node that fails, disconnects or does not reply within `task_timeout` does not delay other nodes.
-    - A round ends when the server has accepted `updates` updates, or after the `timeout` of `start`.
-    - The model of a round is evaluated while training continues. A node evaluates as soon as it is free.
+    - **Updates.** The server applies each update on arrival, whatever its staleness. It rejects invalid updates, such
+      as updates with a NaN or a wrong shape. After a rejection, the node receives its next task after a backoff time.
+    - **Failures.** If a node fails, disconnects, or does not reply within `task_timeout`, other nodes are not delayed.
+    - **Rounds.** A round ends when the server has accepted `updates` updates, or after the `timeout` of `start`.
+    - **Evaluation.** The nodes evaluate the model of a round while training continues. Each node evaluates as soon as
+      it is free.
 
-    An unmodified `ClientApp` works with every rule that needs only models. Its replies must contain one `ArrayRecord`
-    and a `MetricRecord` with `"num-examples"`. The app of [`client_app`][manifoldagg.integrations.flower.client_app]
-    works with every rule.
+    An unmodified `ClientApp` works with every rule that needs only models. Its replies must contain one `ArrayRecord`,
+    and a `MetricRecord` with the metric `"num-examples"`. The app of
+    [`client_app`][manifoldagg.integrations.flower.client_app] works with every rule.
 
-    The methods have the same meaning as in other Flower strategies, and subclasses can override them. The logger
-    `"flwr"` receives one line per round, and lines for rejected updates and failed nodes. The training metrics of a
-    round contain the counts `accepted`, `rejected` and `failed`. With a codec, the metrics also contain
-    `received-bytes`, the size of the replies to training tasks.
+    The methods have the same meaning as in other Flower strategies, and subclasses can override them. The strategy
+    reports the progress in two places:
+
+    - The logger `"flwr"` receives one line per round, and lines for rejected updates and failed tasks.
+    - The training metrics of a round contain the counts `accepted`, `rejected` and `failed`. With a codec, they also
+      contain `received-bytes`, the total size of the replies to training tasks.
 
     Args:
         rule: the aggregation rule.
         model: a module, or a function that returns a module, such as its class. The module determines which arrays are
-            parameters, buffers or frozen. With `None`, the names and dtypes of the arrays are used.
+            parameters, buffers or frozen. With `None`, the strategy uses the names and dtypes of the arrays instead.
         updates: the number of accepted updates per round. The default is the number of nodes at the start of the run.
         concurrency: the number of tasks in flight. The default is one task per node.
         buffer: the number of updates in each step of a rule with a buffer. The default is the size in the rule.
-        refill: the number of free slots at which the strategy sends new tasks, to all of them. The default is 1.
+        refill: the number of free slots for which the strategy waits before it fills all of them with new tasks. The
+            default is 1.
         task_timeout: the timeout of a task or an evaluation in seconds. The default is the `timeout` of `start`.
-        wire: whether messages have the wire format, which requires nodes with `client_app`. With `None`, the wire
-            format is used only if the rule sends or requires more than models.
+        wire: whether messages have the wire format. All nodes must then run `client_app`. With `None`, messages have
+            the wire format only if the rule sends or requires more than models.
         compress: whether messages in the wire format are compressed losslessly.
         codec: the lossy codec of the updates, such as `TopK(fraction=0.01)` or `Int8()` of
-            `manifoldagg.federated.clients`. All nodes need `client_app`, which stores the residual of the error
-            feedback on the node.
+            `manifoldagg.federated.clients`. All nodes must then run `client_app`, which stores the residual of the
+            error feedback on the node.
         fraction_evaluate: the fraction of the nodes that evaluate the model of a round. With 0, no node evaluates.
-        min_evaluate_nodes: the minimum number of nodes for an evaluation. With fewer connected nodes, the evaluation is
-            skipped.
-        min_available_nodes: the number of nodes for which `start` waits, for at most `timeout` seconds.
-        weighted_by_key: the name of the metric with the number of samples of a node.
+        min_evaluate_nodes: the minimum number of nodes in an evaluation. If fewer nodes are connected, the strategy
+            skips the evaluation.
+        min_available_nodes: the number of nodes for which `start` waits before the first round, for at most `timeout`
+            seconds.
+        weighted_by_key: the name of the metric that contains the number of samples of a node.
         arrayrecord_key: the key of the model in a message.
         configrecord_key: the key of the configuration in a message.
-        train_metrics_aggr_fn: a function that aggregates the metrics of a round. It receives the records without
-            arrays. The default is the mean weighted by samples.
-        evaluate_metrics_aggr_fn: a function that aggregates the metrics of an evaluation. The default is the mean
-            weighted by samples.
-        seed: the seed of client sampling.
+        train_metrics_aggr_fn: a function that aggregates the metrics of a round. It receives the contents of the
+            replies without arrays, and `weighted_by_key`. The default is the mean weighted by samples.
+        evaluate_metrics_aggr_fn: a function that aggregates the metrics of an evaluation. It has the same arguments and
+            the same default.
+        seed: the seed of the sampling of nodes.
         buffer_policy: the policies of the buffers, as in `Server.of`.
         personal: names or glob patterns of parameters and buffers that remain on each node, as in
             [`ParameterSpace.of`][manifoldagg.manifolds.ParameterSpace.of]. Messages and results do not contain them.
-        durability: the checkpoints and the journal. The method `start` writes a final checkpoint, and stores the
-            metrics of the rounds next to the checkpoint.
+        durability: the checkpoints and the journal. The method `start` writes a final checkpoint. It stores the metrics
+            of the rounds next to the checkpoint.
         resume: whether `start` resumes from the checkpoint, if a checkpoint exists.
         replace: whether `rule` and `clock` may differ from those in the checkpoint, as in `Server.resume`.
-        on_event: callbacks that receive all events of the server. See `Server.on_event` and
-            `manifoldagg.integrations.monitoring`.
+        on_event: callbacks that receive all events of the server, as in `Server.on_event`. The module
+            `manifoldagg.integrations.monitoring` provides such callbacks.
         **server_options: other keyword arguments of `Server`, except those that depend on the arrays or on
             `concurrency`.
 
@@ -164,7 +169,7 @@ class Asynchronous(TrainingLoop):
         if wire is False and any(extra_fields(rule)):
             raise ArgumentError(f"wire: expected None or True, as {type(rule).__name__} requires more than the model")
         if codec is not None:
-            codec_from_spec(check_codec(codec).spec())  # nodes construct the codec from this spec
+            codec_from_spec(check_codec(codec).spec())  # The nodes construct the codec from this spec.
             if wire is False:
                 raise ArgumentError("wire: expected None or True, as encoded updates have the wire format")
         self.wire = wire
@@ -213,17 +218,19 @@ class Asynchronous(TrainingLoop):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[FlowerMessage]:
-        """Return training messages for free nodes. The training loop calls this method whenever nodes are free.
+        """Return training messages for free nodes.
+
+        The training loop calls this method several times per round, whenever nodes are free.
 
         Args:
             server_round: the current round, starting from 1.
             arrays: the model at the start of the round. The messages contain the current model instead.
-            config: the configuration of the messages. Each call within a round receives the configuration from the
-                start of the round. The changes made by the last call remain for the next round.
+            config: the configuration of the messages, which the method may modify. Each call within a round receives
+                the configuration from the start of the round. The next round starts with the changes of the last call.
             grid: the grid of the `ServerApp`.
 
         Returns:
-            At most one message per free node. The strategy retries nodes without a message later.
+            At most one message per free node. A node without a message backs off, and then receives another task.
         """
         config["server-round"] = server_round
         tasks = self._dispatcher.train_tasks()
@@ -232,15 +239,18 @@ class Asynchronous(TrainingLoop):
     def aggregate_train(
         self, server_round: int, replies: Iterable[FlowerMessage]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Process replies. The training loop calls this method with each reply, and without replies after a timeout.
+        """Process the replies of nodes, and return the model and the metrics if the round has ended.
+
+        The training loop calls this method with one reply at a time. It calls the method without replies to end the
+        round early, for example after a timeout.
 
         Args:
             server_round: the current round.
             replies: replies of nodes, with content or errors.
 
         Returns:
-            The model and the metrics of the round if the round ends with these replies, else `None` and `None`. The
-            metrics are the result of `train_metrics_aggr_fn` and the counts `accepted`, `rejected` and `failed`.
+            The model and the metrics of the round. Both are `None` if the round continues. The metrics are the result
+                of `train_metrics_aggr_fn`, and the counts `accepted`, `rejected` and `failed`.
         """
         replies = list(replies)
         for reply in replies:
@@ -255,13 +265,18 @@ class Asynchronous(TrainingLoop):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[FlowerMessage]:
-        """Return evaluation messages for the model of a round. Each message is sent when its node is free.
+        """Return the messages that request an evaluation of the model of a round.
+
+        The strategy samples the nodes at random. The training loop sends each message when its node is free.
 
         Args:
             server_round: the round that has ended.
             arrays: the model of this round.
             config: the configuration of the messages.
             grid: the grid of the `ServerApp`.
+
+        Returns:
+            One message for each sampled node. The result is empty if too few nodes are connected.
         """
         present = list(self._dispatcher.nodes.present)
         count = max(int(len(present) * self.fraction_evaluate), self.min_evaluate_nodes)
@@ -278,11 +293,16 @@ class Asynchronous(TrainingLoop):
         return [self._make_message(MessageType.EVALUATE, present[i], server_round, model, config) for i in chosen]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[FlowerMessage]) -> MetricRecord | None:
-        """Aggregate the metrics of an evaluation after all nodes have replied or the evaluation has timed out.
+        """Aggregate the metrics of an evaluation.
+
+        The training loop calls this method after all nodes have replied or the evaluation has timed out.
 
         Args:
             server_round: the round of the evaluated model.
             replies: replies of nodes, with content or errors.
+
+        Returns:
+            The result of `evaluate_metrics_aggr_fn`, or `None` without valid replies.
         """
         found = self._with_capped_samples(
             (reply.metadata.src_node_id, reply.content) for reply in replies if reply.has_content()
@@ -290,10 +310,11 @@ class Asynchronous(TrainingLoop):
         return self.evaluate_metrics_aggr_fn(found, self.weighted_by_key) if found else None
 
     def _with_capped_samples(self, contents: Iterable[tuple[int, RecordDict]]) -> list[RecordDict]:
-        """Return the contents of nodes with the sample counts that the server uses as weights.
+        """Return the contents of replies with the sample counts for weighted means.
 
-        A sample count is the count that the server was given, or the reported count after the server's cap. Contents
-        without a valid sample count are omitted.
+        If the server's option `weights` is a mapping, the sample count of a node is the count in this mapping.
+        Otherwise, it is the count that the node reports, up to a limit of the server. Contents without a valid sample
+        count are omitted.
         """
         found = []
         for node, content in contents:
@@ -311,7 +332,7 @@ class Asynchronous(TrainingLoop):
             return
         node, ticket = task
         accepted = False
-        if reply.has_content():  # the dispatcher has reported a reply with an error
+        if reply.has_content():  # The dispatcher has already reported a reply with an error.
             if self.codec is not None:
                 self._report.add_bytes(num_bytes(reply.content))
             receipt = self._codec.receive(ticket, reply.content)
@@ -343,4 +364,4 @@ class Asynchronous(TrainingLoop):
 
 
 STRATEGY_OPTIONS = [p.name for p in inspect.signature(Asynchronous).parameters.values() if p.kind is p.KEYWORD_ONLY]
-"""The keyword arguments of the strategy, as opposed to those of the server."""
+"""The names of the keyword arguments of the strategy itself, in contrast to those of the server."""
