@@ -28,7 +28,7 @@ from manifoldagg.federated.rules import AsyncKrylov, FedAsync, FedBuff, FedOrtho
 from tests.server_options import grouped
 
 FOLDER = Path(__file__).parent.parent / "examples" / "http"
-Door = runpy.run_path(str(FOLDER / "server.py"))["Door"]
+Endpoints = runpy.run_path(str(FOLDER / "server.py"))["Endpoints"]
 
 
 TICKET = "Ticket-Id"
@@ -46,7 +46,7 @@ def uploads(tmp_path, monkeypatch):
 
 def opened(limit=10_000, *, uploads=4, patience=5.0, grace=5.0, min_rate=1000.0, **options):
     server = Server.of(nn.Linear(2, 1), FedAsync(0.5), **grouped(**options))
-    return Door(server, limit=limit, uploads=uploads, patience=patience, grace=grace, min_rate=min_rate)
+    return Endpoints(server, limit=limit, uploads=uploads, patience=patience, grace=grace, min_rate=min_rate)
 
 
 def model_upload(sent, change=1.0):
@@ -55,12 +55,12 @@ def model_upload(sent, change=1.0):
     return {"headers": {TICKET: wire.ticket_of(sent), "Samples": "10"}, "content": save(state)}
 
 
-def in_process(door, talk):
+def in_process(endpoints, talk):
     """`talk` with the application in one loop, where bodies come piece by piece."""
 
     async def run():
-        transport = httpx.ASGITransport(door.application())
-        async with httpx.AsyncClient(transport=transport, base_url="http://door") as http:
+        transport = httpx.ASGITransport(endpoints.application())
+        async with httpx.AsyncClient(transport=transport, base_url="http://endpoints") as http:
             return await talk(http)
 
     return asyncio.run(run())
@@ -69,11 +69,11 @@ def in_process(door, talk):
 class Http:
     """One call at a time."""
 
-    def __init__(self, door):
-        self.door = door
+    def __init__(self, endpoints):
+        self.endpoints = endpoints
 
     def get(self, path):
-        return in_process(self.door, lambda http: http.get(path))
+        return in_process(self.endpoints, lambda http: http.get(path))
 
     def post(self, path, **options):
         """Post a payload with its ticket, or a body that is not a payload with the ticket of its client."""
@@ -82,19 +82,19 @@ class Http:
             try:
                 ticket = wire.ticket_of(options["content"])
             except WireError:
-                ticket = self.door.sent[client][1]
+                ticket = self.endpoints.sent[client][1]
             options["headers"] = {TICKET: ticket or ""}
-        return in_process(self.door, lambda http: http.post(path, **options))
+        return in_process(self.endpoints, lambda http: http.post(path, **options))
 
 
 @pytest.fixture
-def door():
+def endpoints():
     return opened()
 
 
 @pytest.fixture
-def http(door):
-    return Http(door)
+def http(endpoints):
+    return Http(endpoints)
 
 
 def dispatched(http, client="ward-7", key="first"):
@@ -103,93 +103,93 @@ def dispatched(http, client="ward-7", key="first"):
     return answer.content
 
 
-def upload(door, sent, **changes):
-    ticket = wire.unpack(sent, spec=door.server.space)
+def upload(endpoints, sent, **changes):
+    ticket = wire.unpack(sent, spec=endpoints.server.space)
     payload = Payload(ticket.message.start[None] + 1, samples=10)
-    return wire.pack(replace(payload, **changes), spec=door.server.space, ticket=ticket)
+    return wire.pack(replace(payload, **changes), spec=endpoints.server.space, ticket=ticket)
 
 
-def tickets(door):
-    return len(door.server._state.value.tickets)
+def tickets(endpoints):
+    return len(endpoints.server._state.value.tickets)
 
 
-def test_a_client_without_the_module_learns_the_space(http, door):
-    assert ParameterSpace.of_spec(http.get("/spec").json()) == door.server.space
+def test_a_client_without_the_module_learns_the_space(http, endpoints):
+    assert ParameterSpace.of_spec(http.get("/spec").json()) == endpoints.server.space
 
 
-def test_a_dispatch_that_is_asked_for_again_is_the_same_ticket(http, door):
+def test_a_dispatch_that_is_asked_for_again_is_the_same_ticket(http, endpoints):
     first = dispatched(http)
     assert dispatched(http) == first
-    assert tickets(door) == 1
+    assert tickets(endpoints) == 1
     # A client that has started anew asks with another key: what it had is nobody's any more.
     second = dispatched(http, key="second")
     assert wire.ticket_of(second) != wire.ticket_of(first)
-    assert tickets(door) == 1
-    assert http.post("/receive/ward-7", content=upload(door, first)).status_code == 422
+    assert tickets(endpoints) == 1
+    assert http.post("/receive/ward-7", content=upload(endpoints, first)).status_code == 422
     assert http.post("/dispatch/ward-7").status_code == 400
 
 
-def test_an_answer_that_is_sent_again_gets_the_same_receipt(http, door):
-    data = upload(door, dispatched(http))
+def test_an_answer_that_is_sent_again_gets_the_same_receipt(http, endpoints):
+    data = upload(endpoints, dispatched(http))
     first, again = (http.post("/receive/ward-7", content=data) for _ in range(2))
     assert (first.status_code, again.status_code) == (200, 200)
     assert first.json() == again.json()
-    assert first.json()["version"] == door.server.version == 1
-    assert (tickets(door), door.sent) == (0, {})
+    assert first.json()["version"] == endpoints.server.version == 1
+    assert (tickets(endpoints), endpoints.sent) == (0, {})
 
 
-def test_a_late_copy_of_an_answer_leaves_the_next_ticket_alone(http, door):
-    data = upload(door, dispatched(http))
+def test_a_late_copy_of_an_answer_leaves_the_next_ticket_alone(http, endpoints):
+    data = upload(endpoints, dispatched(http))
     assert http.post("/receive/ward-7", content=data).status_code == 200
     second = dispatched(http, key="second")
     assert http.post("/receive/ward-7", content=data).status_code == 200
     assert dispatched(http, key="second") == second
-    assert tickets(door) == 1
+    assert tickets(endpoints) == 1
 
 
 def test_nothing_is_kept_of_a_ticket_that_has_ended():
     now = [0.0]
-    door = opened(timeout=600.0, clock=lambda: now[0])
-    http = Http(door)
+    endpoints = opened(timeout=600.0, clock=lambda: now[0])
+    http = Http(endpoints)
     gone = dispatched(http)
     now[0] = 601.0
     dispatched(http, "ward-8")
-    assert list(door.sent) == ["ward-8"]
+    assert list(endpoints.sent) == ["ward-8"]
     # The key of a ticket that is over gets one that can be answered.
     fresh = dispatched(http)
     assert wire.ticket_of(fresh) != wire.ticket_of(gone)
-    assert http.post("/receive/ward-7", content=upload(door, fresh)).status_code == 200
-    door.server.drop(door.sent["ward-8"][1])
+    assert http.post("/receive/ward-7", content=upload(endpoints, fresh)).status_code == 200
+    endpoints.server.drop(endpoints.sent["ward-8"][1])
     dispatched(http)
-    assert list(door.sent) == ["ward-7"]
+    assert list(endpoints.sent) == ["ward-7"]
 
 
 def test_after_a_restart_an_old_ticket_can_be_answered_or_is_dropped_for_a_new_one(tmp_path):
     file = tmp_path / "server.checkpoint"
-    door = Door(Server.of(nn.Linear(2, 1), FedAsync(0.5)), limit=10_000, checkpoint=file)
-    http = Http(door)
+    endpoints = Endpoints(Server.of(nn.Linear(2, 1), FedAsync(0.5)), limit=10_000, checkpoint=file)
+    http = Http(endpoints)
     sent = [dispatched(http, client) for client in ("ward-7", "ward-8")]
 
     async def stops():
-        async with door.lifespan(None):
+        async with endpoints.lifespan(None):
             pass
 
     asyncio.run(stops())
-    door = Door(Server.resume(file, door.server.space, FedAsync(0.5)), limit=10_000, checkpoint=file)
-    http = Http(door)
-    assert http.post("/receive/ward-7", content=upload(door, sent[0])).status_code == 200
+    endpoints = Endpoints(Server.resume(file, endpoints.server.space, FedAsync(0.5)), limit=10_000, checkpoint=file)
+    http = Http(endpoints)
+    assert http.post("/receive/ward-7", content=upload(endpoints, sent[0])).status_code == 200
     dispatched(http, "ward-8")
-    assert tickets(door) == 1
-    assert http.post("/receive/ward-8", content=upload(door, sent[1])).status_code == 422
+    assert tickets(endpoints) == 1
+    assert http.post("/receive/ward-8", content=upload(endpoints, sent[1])).status_code == 422
 
 
 def test_who_cannot_be_sent_anything_is_told_why():
     http = Http(opened(weights={"ward-7": 3}))
     answer = http.post("/dispatch/ward-8", headers={"Idempotency-Key": "a"})
     assert (answer.status_code, answer.json()["reason"][:8]) == (422, "client: ")
-    door = opened()
-    door.server.close()
-    answer = Http(door).post("/dispatch/ward-8", headers={"Idempotency-Key": "a"})
+    endpoints = opened()
+    endpoints.server.close()
+    answer = Http(endpoints).post("/dispatch/ward-8", headers={"Idempotency-Key": "a"})
     assert (answer.status_code, "closed" in answer.json()["reason"]) == (422, True)
 
 
@@ -203,34 +203,34 @@ def test_who_cannot_be_sent_anything_is_told_why():
     ],
     ids=["nothing", "text", "cut", "altered"],
 )
-def test_junk_is_told_what_it_is(http, door, spoil, status, reason):
-    answer = http.post("/receive/ward-7", content=spoil(upload(door, dispatched(http))))
+def test_junk_is_told_what_it_is(http, endpoints, spoil, status, reason):
+    answer = http.post("/receive/ward-7", content=spoil(upload(endpoints, dispatched(http))))
     assert answer.status_code == status
     assert answer.json()["reason"].startswith(reason)
-    assert (door.server.version, tickets(door)) == (0, 1)
+    assert (endpoints.server.version, tickets(endpoints)) == (0, 1)
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_what_does_not_fit_is_refused_and_may_be_sent_anew(http, door):
+def test_what_does_not_fit_is_refused_and_may_be_sent_anew(http, endpoints):
     sent = dispatched(http)
-    broken = upload(door, sent, points=torch.full((1, 3), float("nan")))
+    broken = upload(endpoints, sent, points=torch.full((1, 3), float("nan")))
     refused = http.post("/receive/ward-7", content=broken)
     assert (refused.status_code, refused.json()["reason"]) == (
         422,
         "points: expected finite values, got nan at (0, 0)",
     )
-    assert http.post("/receive/ward-8", content=upload(door, sent)).status_code == 422
+    assert http.post("/receive/ward-8", content=upload(endpoints, sent)).status_code == 422
     other = Server.of(nn.Linear(3, 1), FedAsync(0.5))
     ticket = wire.unpack(sent)
     foreign = wire.pack(Payload(torch.ones(1, 4), samples=1), spec=other.space, ticket=ticket)
     assert http.post("/receive/ward-7", content=foreign).json()["reason"].startswith("wire: layout")
-    nobodys = wire.pack(Payload(torch.ones(1, 3), samples=1), spec=door.server.space)
+    nobodys = wire.pack(Payload(torch.ones(1, 3), samples=1), spec=endpoints.server.space)
     assert http.post("/receive/ward-7", content=nobodys).json()["reason"] == "ticket: unknown, or used already"
-    assert http.post("/receive/ward-7", content=upload(door, sent)).status_code == 200
+    assert http.post("/receive/ward-7", content=upload(endpoints, sent)).status_code == 200
     assert http.get("/status").json()["version"] == 1
 
 
-def test_what_is_too_large_is_told_before_it_has_come(door):
+def test_what_is_too_large_is_told_before_it_has_come(endpoints):
     taken = []
 
     async def endless():
@@ -238,32 +238,32 @@ def test_what_is_too_large_is_told_before_it_has_come(door):
             taken.append(i)
             yield bytes(1000)
 
-    ticket = {TICKET: wire.ticket_of(dispatched(Http(door)))}
-    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=endless(), headers=ticket))
+    ticket = {TICKET: wire.ticket_of(dispatched(Http(endpoints)))}
+    answer = in_process(endpoints, lambda http: http.post("/receive/ward-7", content=endless(), headers=ticket))
     assert (answer.status_code, answer.json()["reason"]) == (413, "body: expected at most 10000 bytes")
     assert len(taken) == 11
     # With a length nothing is read at all.
     taken.clear()
     told = {"Content-Length": "10001", **ticket}
-    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=endless(), headers=told))
+    answer = in_process(endpoints, lambda http: http.post("/receive/ward-7", content=endless(), headers=told))
     assert (answer.status_code, taken) == (413, [])
-    assert door.held == 0
+    assert endpoints.num_uploads == 0
 
 
 def test_an_upload_that_takes_too_long_ends():
-    door = opened(patience=0.05)
+    endpoints = opened(patience=0.05)
 
     async def stalled():
         yield b"a"
         await asyncio.sleep(60)
 
-    ticket = {TICKET: wire.ticket_of(dispatched(Http(door)))}
-    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=stalled(), headers=ticket))
-    assert (answer.status_code, door.held) == (408, 0)
+    ticket = {TICKET: wire.ticket_of(dispatched(Http(endpoints)))}
+    answer = in_process(endpoints, lambda http: http.post("/receive/ward-7", content=stalled(), headers=ticket))
+    assert (answer.status_code, endpoints.num_uploads) == (408, 0)
 
 
 def test_who_comes_when_all_hands_are_full_is_told_when_to_come_again():
-    door = opened(uploads=1, max_in_flight=2)
+    endpoints = opened(uploads=1, max_in_flight=2)
 
     async def talk(http):
         sent, other = [
@@ -276,7 +276,7 @@ def test_who_comes_when_all_hands_are_full_is_told_when_to_come_again():
         async def slowly():
             begun.set()
             await go.wait()
-            yield upload(door, sent)
+            yield upload(endpoints, sent)
 
         named = [{TICKET: wire.ticket_of(x)} for x in (sent, other)]
         first = asyncio.create_task(http.post("/receive/ward-7", content=slowly(), headers=named[0]))
@@ -285,11 +285,11 @@ def test_who_comes_when_all_hands_are_full_is_told_when_to_come_again():
         go.set()
         return full, second, await first
 
-    full, second, first = in_process(door, talk)
+    full, second, first = in_process(endpoints, talk)
     for answer in (full, second):
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
         assert answer.json()["reason"].startswith("server: busy")
-    assert (first.status_code, door.held) == (200, 0)
+    assert (first.status_code, endpoints.num_uploads) == (200, 0)
 
 
 def test_a_client_asks_again_where_an_answer_was_lost():
@@ -304,7 +304,7 @@ def test_a_client_asks_again_where_an_answer_was_lost():
             return httpx.Response(503, headers={"Retry-After": "0"})
         return httpx.Response(200)
 
-    with httpx.Client(transport=httpx.MockTransport(flaky), base_url="http://door") as http:
+    with httpx.Client(transport=httpx.MockTransport(flaky), base_url="http://endpoints") as http:
         assert ask(http, "POST", "/receive/a", data=b"all of it").status_code == 200
         assert seen == [b"all of it"] * 3
         seen.clear()
@@ -318,7 +318,7 @@ def test_a_client_outlives_whatever_it_is_told_to_wait(told, monkeypatch):
     waited = []
     monkeypatch.setattr(client["time"], "sleep", waited.append)
     answers = iter([httpx.Response(503, headers={"Retry-After": told}), httpx.Response(200)])
-    with httpx.Client(transport=httpx.MockTransport(lambda _: next(answers)), base_url="http://door") as http:
+    with httpx.Client(transport=httpx.MockTransport(lambda _: next(answers)), base_url="http://endpoints") as http:
         assert client["ask"](http, "GET", "/spec").status_code == 200
     assert waited == [60.0 if told.isdecimal() else 0.1]
 
@@ -402,7 +402,7 @@ async def trickle(piece=b"a", pause=0.01, times=10**6):
 
 
 def test_slow_uploads_without_a_ticket_keep_no_honest_upload_waiting():
-    door = opened(uploads=4)
+    endpoints = opened(uploads=4)
 
     async def talk(http):
         sent = (await http.post("/dispatch/ward-7", headers={"Idempotency-Key": "a"})).content
@@ -410,16 +410,18 @@ def test_slow_uploads_without_a_ticket_keep_no_honest_upload_waiting():
         named = [{}, {TICKET: ""}, {TICKET: "f" * 32}, {TICKET: wire.ticket_of(other)}]
         slow = [asyncio.create_task(http.post("/receive/ward-9", content=trickle(), headers=x)) for x in named]
         await asyncio.sleep(0.1)
-        held = door.held
-        honest = await http.post("/receive/ward-7", content=upload(door, sent), headers={TICKET: wire.ticket_of(sent)})
+        held = endpoints.num_uploads
+        honest = await http.post(
+            "/receive/ward-7", content=upload(endpoints, sent), headers={TICKET: wire.ticket_of(sent)}
+        )
         return held, honest.status_code, [(await answer).status_code for answer in slow]
 
-    assert in_process(door, talk) == (0, 200, [422] * 4)
-    assert len(door.server.tickets) == 1
+    assert in_process(endpoints, talk) == (0, 200, [422] * 4)
+    assert len(endpoints.server.tickets) == 1
 
 
 def test_a_client_holds_one_slot_and_a_slow_one_loses_it():
-    door = opened(uploads=4, grace=0.3, min_rate=1e5)
+    endpoints = opened(uploads=4, grace=0.3, min_rate=1e5)
 
     async def talk(http):
         sent = [
@@ -431,22 +433,22 @@ def test_a_client_holds_one_slot_and_a_slow_one_loses_it():
             asyncio.create_task(http.post("/receive/slow", content=trickle(), headers=tickets[0])) for _ in range(4)
         ]
         await asyncio.sleep(0.1)
-        held = door.held
-        honest = await http.post("/receive/fast", content=upload(door, sent[1]), headers=tickets[1])
+        held = endpoints.num_uploads
+        honest = await http.post("/receive/fast", content=upload(endpoints, sent[1]), headers=tickets[1])
         ended = sorted([(await answer).status_code for answer in slow])
-        again = await http.post("/receive/slow", content=upload(door, sent[0]), headers=tickets[0])
+        again = await http.post("/receive/slow", content=upload(endpoints, sent[0]), headers=tickets[0])
         return held, honest.status_code, ended, again.status_code
 
-    assert in_process(door, talk) == (1, 200, [408, 503, 503, 503], 200)
-    assert (door.held, door.server.version) == (0, 2)
+    assert in_process(endpoints, talk) == (1, 200, [408, 503, 503, 503], 200)
+    assert (endpoints.num_uploads, endpoints.server.version) == (0, 2)
 
 
 def test_a_steady_upload_may_last_longer_than_the_grace_period():
-    door = opened(grace=0.1, min_rate=1000.0)
+    endpoints = opened(grace=0.1, min_rate=1000.0)
 
     async def talk(http):
         sent = (await http.post("/dispatch/ward-7", headers={"Idempotency-Key": "a"})).content
-        data = upload(door, sent)
+        data = upload(endpoints, sent)
 
         async def steady():
             for start in range(0, len(data), 50):
@@ -455,45 +457,50 @@ def test_a_steady_upload_may_last_longer_than_the_grace_period():
 
         return await http.post("/receive/ward-7", content=steady(), headers={TICKET: wire.ticket_of(sent)})
 
-    assert in_process(door, talk).status_code == 200
+    assert in_process(endpoints, talk).status_code == 200
 
 
-def test_the_ticket_of_the_header_is_that_of_the_payload(http, door):
+def test_the_ticket_of_the_header_is_that_of_the_payload(http, endpoints):
     sent, other = dispatched(http), dispatched(http, "ward-8")
-    answer = http.post("/receive/ward-7", content=upload(door, other), headers={TICKET: wire.ticket_of(sent)})
+    answer = http.post("/receive/ward-7", content=upload(endpoints, other), headers={TICKET: wire.ticket_of(sent)})
     assert answer.status_code == 422
     assert answer.json()["reason"].startswith("ticket: expected")
-    assert tickets(door) == 2
+    assert tickets(endpoints) == 2
 
 
 @pytest.mark.parametrize("rule", [FedAsync(0.5), FedOrtho(0.5), FedBuff(2)], ids=lambda rule: type(rule).__name__)
 def test_a_model_file_gives_the_bits_of_a_payload(rule):
-    doors = [Door(Server.of(nn.Linear(2, 1), rule), limit=10_000) for _ in range(2)]
-    doors[1].server = Server.of(doors[0].server.state_dict(), rule)
+    all_endpoints = [Endpoints(Server.of(nn.Linear(2, 1), rule), limit=10_000) for _ in range(2)]
+    all_endpoints[1].server = Server.of(all_endpoints[0].server.state_dict(), rule)
     for change in (1.0, -0.3):
-        sent = [[dispatched(Http(door), name, f"{change}") for door in doors] for name in ("ward-7", "ward-8")]
+        sent = [
+            [dispatched(Http(endpoints), name, f"{change}") for endpoints in all_endpoints]
+            for name in ("ward-7", "ward-8")
+        ]
         for name, (one, two) in zip(("ward-7", "ward-8"), sent, strict=True):
-            points = wire.unpack(one, spec=doors[0].server.space).message.start[None] + change
-            packed = Http(doors[0]).post(f"/receive/{name}", content=upload(doors[0], one, points=points))
-            answer = Http(doors[1]).post(f"/receive/{name}", **model_upload(two, change))
+            points = wire.unpack(one, spec=all_endpoints[0].server.space).message.start[None] + change
+            packed = Http(all_endpoints[0]).post(
+                f"/receive/{name}", content=upload(all_endpoints[0], one, points=points)
+            )
+            answer = Http(all_endpoints[1]).post(f"/receive/{name}", **model_upload(two, change))
             assert (packed.status_code, answer.status_code) == (200, 200)
             assert packed.json() == answer.json()
-            assert torch.equal(doors[0].server.model, doors[1].server.model)
-    assert doors[1].server.version > 0
+            assert torch.equal(all_endpoints[0].server.model, all_endpoints[1].server.model)
+    assert all_endpoints[1].server.version > 0
 
 
-def test_a_repeated_model_file_gets_the_same_receipt(http, door):
+def test_a_repeated_model_file_gets_the_same_receipt(http, endpoints):
     data = model_upload(dispatched(http))
     first, again = (http.post("/receive/ward-7", **data) for _ in range(2))
     assert (first.status_code, again.status_code, again.json()) == (200, 200, first.json())
-    assert door.server.version == 1
+    assert endpoints.server.version == 1
 
 
 def test_a_large_model_is_stored_in_a_private_file_and_not_in_memory(uploads):
     """The Python heap contains bytes and bytearrays, but neither tensors nor mapped files."""
     size = 1 << 25
-    door = Door(Server.of(nn.Linear(size // 4, 1), FedAsync(0.5)), limit=2 * size)
-    model = model_upload(dispatched(Http(door)))
+    endpoints = Endpoints(Server.of(nn.Linear(size // 4, 1), FedAsync(0.5)), limit=2 * size)
+    model = model_upload(dispatched(Http(endpoints)))
     data, step = memoryview(model.pop("content")), 1 << 20
     modes, sizes = set(), []
 
@@ -506,7 +513,7 @@ def test_a_large_model_is_stored_in_a_private_file_and_not_in_memory(uploads):
 
     tracemalloc.start()
     try:
-        answer = in_process(door, lambda http: http.post("/receive/ward-7", content=slowly(), **model))
+        answer = in_process(endpoints, lambda http: http.post("/receive/ward-7", content=slowly(), **model))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -517,7 +524,7 @@ def test_a_large_model_is_stored_in_a_private_file_and_not_in_memory(uploads):
     assert sizes[-1] > size // 2
 
 
-async def broken_off(door, path, data, headers):
+async def broken_off(endpoints, path, data, headers):
     """Send a part of a body and close the connection. Return the status of the answer."""
     messages = iter([{"type": "http.request", "body": data, "more_body": True}, {"type": "http.disconnect"}])
     answers = []
@@ -530,20 +537,20 @@ async def broken_off(door, path, data, headers):
     async def send(message):
         answers.append(message)
 
-    await door.application()(scope, receive, send)
+    await endpoints.application()(scope, receive, send)
     return answers[0]["status"]
 
 
-def test_an_upload_that_breaks_off_leaves_no_file_and_the_ticket_open(http, door, uploads):
+def test_an_upload_that_breaks_off_leaves_no_file_and_the_ticket_open(http, endpoints, uploads):
     model = model_upload(dispatched(http))
     half = model["content"][:50]
-    assert asyncio.run(broken_off(door, "/receive/ward-7", half, model["headers"])) == 400
+    assert asyncio.run(broken_off(endpoints, "/receive/ward-7", half, model["headers"])) == 400
     assert [*uploads.iterdir()] == []
-    assert (tickets(door), door.held, door.server.version) == (1, 0, 0)
+    assert (tickets(endpoints), endpoints.num_uploads, endpoints.server.version) == (1, 0, 0)
     assert http.post("/receive/ward-7", **model).status_code == 200
 
 
-def test_an_error_of_the_server_leaves_no_file_and_the_ticket_open(http, door, uploads, monkeypatch):
+def test_an_error_of_the_server_leaves_no_file_and_the_ticket_open(http, endpoints, uploads, monkeypatch):
     model = model_upload(dispatched(http))
     seen = []
 
@@ -552,7 +559,7 @@ def test_an_error_of_the_server_leaves_no_file_and_the_ticket_open(http, door, u
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(door.server, "receive_model", fails)
+        patch.setattr(endpoints.server, "receive_model", fails)
         with pytest.raises(ZeroDivisionError):
             http.post("/receive/ward-7", **model)
     assert len(seen) == 1
@@ -560,21 +567,21 @@ def test_an_error_of_the_server_leaves_no_file_and_the_ticket_open(http, door, u
     assert http.post("/receive/ward-7", **model).status_code == 200
 
 
-def test_a_full_disk_is_reported_and_the_upload_may_be_repeated(http, door, monkeypatch):
+def test_a_full_disk_is_reported_and_the_upload_may_be_repeated(http, endpoints, monkeypatch):
     model = model_upload(dispatched(http))
 
     async def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(door, "store", full)
+        patch.setattr(endpoints, "store", full)
         answer = http.post("/receive/ward-7", **model)
     reason = f"server: busy: the upload could not be stored: {os.strerror(errno.ENOSPC)}"
-    assert (answer.status_code, answer.json()["reason"], door.held) == (503, reason, 0)
+    assert (answer.status_code, answer.json()["reason"], endpoints.num_uploads) == (503, reason, 0)
     assert http.post("/receive/ward-7", **model).status_code == 200
 
 
-def test_a_model_that_is_too_large_is_refused_before_it_is_written(http, door, uploads):
+def test_a_model_that_is_too_large_is_refused_before_it_is_written(http, endpoints, uploads):
     headers = model_upload(dispatched(http))["headers"]
     sizes = []
 
@@ -583,14 +590,14 @@ def test_a_model_that_is_too_large_is_refused_before_it_is_written(http, door, u
             yield bytes(1000)
             sizes.extend(file.stat().st_size for file in uploads.iterdir())
 
-    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=endless(), headers=headers))
+    answer = in_process(endpoints, lambda http: http.post("/receive/ward-7", content=endless(), headers=headers))
     assert (answer.status_code, answer.json()["reason"]) == (413, "body: expected at most 10000 bytes")
     assert len(sizes) == 10
     assert max(sizes) <= 10_000
     headers["Content-Length"] = "10001"
     sizes.clear()
-    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=endless(), headers=headers))
-    assert (answer.status_code, sizes, tickets(door)) == (413, [], 1)
+    answer = in_process(endpoints, lambda http: http.post("/receive/ward-7", content=endless(), headers=headers))
+    assert (answer.status_code, sizes, tickets(endpoints)) == (413, [], 1)
 
 
 def with_header(length, text=b"", data=b""):
@@ -607,7 +614,7 @@ def with_header(length, text=b"", data=b""):
         (with_header(2, b"{}", b"1234"), "an upload that is not complete: it has 14 bytes, expected 10"),
     ],
 )
-def test_a_body_that_is_not_a_model_file_is_refused(http, door, junk, reason):
+def test_a_body_that_is_not_a_model_file_is_refused(http, endpoints, junk, reason):
     model = model_upload(dispatched(http))
     answer = http.post("/receive/ward-7", **{**model, "content": junk})
     assert answer.status_code == 422
@@ -615,20 +622,20 @@ def test_a_body_that_is_not_a_model_file_is_refused(http, door, junk, reason):
     assert "upload-" not in answer.json()["reason"]
     # The names in the answer to `/status` must be those of arguments and not those of files.
     assert http.get("/status").json() == {"version": 0, "rejected": {"model": 1}}
-    assert tickets(door) == 1
+    assert tickets(endpoints) == 1
     assert http.post("/receive/ward-7", **model).status_code == 200
 
 
-def test_a_model_file_with_other_tensors_is_refused(http, door):
+def test_a_model_file_with_other_tensors_is_refused(http, endpoints):
     model = model_upload(dispatched(http))
-    for content in (save({"weight": torch.ones(1, 2)}), upload(door, door.sent["ward-7"][2])):
+    for content in (save({"weight": torch.ones(1, 2)}), upload(endpoints, endpoints.sent["ward-7"][2])):
         answer = http.post("/receive/ward-7", **{**model, "content": content})
         assert (answer.status_code, answer.json()["reason"][:7]) == (422, "model: ")
     assert http.post("/receive/ward-7", **model).status_code == 200
 
 
 @pytest.mark.parametrize("samples", ["", "ten", "-1", "1.5", "9" * 5000])
-def test_an_invalid_number_of_samples_is_refused_before_the_body_is_read(http, door, samples):
+def test_an_invalid_number_of_samples_is_refused_before_the_body_is_read(http, endpoints, samples):
     model = model_upload(dispatched(http))
     headers = {**model["headers"], "Samples": samples}
     taken = []
@@ -637,7 +644,7 @@ def test_an_invalid_number_of_samples_is_refused_before_the_body_is_read(http, d
         taken.append(1)
         yield b""
 
-    answer = in_process(door, lambda http: http.post("/receive/ward-7", content=body(), headers=headers))
+    answer = in_process(endpoints, lambda http: http.post("/receive/ward-7", content=body(), headers=headers))
     assert (answer.status_code, taken) == (400, [])
     assert answer.json()["reason"] == f"Samples: expected a number of samples, got {samples[:20]!r}"
     model["headers"]["Samples"] = "0"
@@ -646,8 +653,8 @@ def test_an_invalid_number_of_samples_is_refused_before_the_body_is_read(http, d
 
 
 def test_a_rule_that_requires_more_than_models_refuses_a_model_file():
-    door = Door(Server.of(nn.Linear(2, 1), MasFL(2)), limit=10_000)
-    http = Http(door)
+    endpoints = Endpoints(Server.of(nn.Linear(2, 1), MasFL(2)), limit=10_000)
+    http = Http(endpoints)
     sent = dispatched(http)
     answer = http.post("/receive/ward-7", **model_upload(sent))
     assert answer.status_code == 422
@@ -657,13 +664,13 @@ def test_a_rule_that_requires_more_than_models_refuses_a_model_file():
 def test_a_new_server_deletes_the_uploads_of_a_killed_server(tmp_path):
     folder = tmp_path / "server.uploads"
     for _ in range(2):
-        Door(Server.of(nn.Linear(2, 1), FedAsync(0.5)), limit=10_000, folder=folder)
+        Endpoints(Server.of(nn.Linear(2, 1), FedAsync(0.5)), limit=10_000, folder=folder)
         assert folder.stat().st_mode & 0o777 == 0o700
         assert [file.name for file in folder.iterdir()] in ([], ["other"])
         (folder / "upload-abc.safetensors").write_bytes(b"1")
         (folder / "other").write_bytes(b"1")
-    door = Door(Server.of(nn.Linear(2, 1), FedAsync(0.5)), limit=10_000, folder=folder)
-    assert Http(door).post("/receive/ward-7", **model_upload(dispatched(Http(door)))).status_code == 200
+    endpoints = Endpoints(Server.of(nn.Linear(2, 1), FedAsync(0.5)), limit=10_000, folder=folder)
+    assert Http(endpoints).post("/receive/ward-7", **model_upload(dispatched(Http(endpoints)))).status_code == 200
     assert [file.name for file in folder.iterdir()] == ["other"]
 
 
@@ -681,6 +688,6 @@ def test_a_client_sends_a_file_in_pieces_again_after_an_error(tmp_path):
             raise httpx.ReadTimeout("lost")
         return httpx.Response(200)
 
-    with httpx.Client(transport=httpx.MockTransport(flaky), base_url="http://door") as http:
+    with httpx.Client(transport=httpx.MockTransport(flaky), base_url="http://endpoints") as http:
         assert client["ask"](http, "POST", "/receive/a", data=file).status_code == 200
     assert seen == [data] * 2

@@ -1,7 +1,7 @@
 """A server over HTTP: `python server.py --checkpoint server.checkpoint`, then clients with `client.py`.
 
-It says where it listens, on the loopback, and stops by Ctrl-C or SIGTERM, with a checkpoint from which the next one
-goes on. Who may call it, and whether a client is whom it says, is for what stands before it: a proxy with TLS and
+The server prints its address, which is on the loopback interface. Ctrl-C and SIGTERM stop it. It then writes a
+checkpoint, from which the next server resumes. It does not authenticate clients: run it behind a proxy with TLS and
 tokens.
 
 A client sends its result in one of two forms:
@@ -42,17 +42,18 @@ MAX_HEADER = 2**20
 """The maximum length of the header of a safetensors file in bytes. A tensor needs about 100 bytes."""
 
 
-class Door:
-    """The four things that a client may ask for.
+class Endpoints:
+    """The four HTTP endpoints of a server: `/spec`, `/status`, `/dispatch/{client}` and `/receive/{client}`.
 
     Args:
-        server: whose they are.
-        limit: bytes of an upload.
+        server: the server that issues tickets and applies updates.
+        limit: the maximum size of an upload in bytes.
         uploads: the maximum number of simultaneous uploads, at most one for each client.
         patience: the maximum duration of an upload in seconds.
         grace: the time in seconds after which an upload must have the minimum rate.
         min_rate: the minimum transfer rate of an upload in bytes per second.
-        checkpoint: written when the application stops; beside it, who has which ticket.
+        checkpoint: the checkpoint that is written when the application stops. The tickets of the clients are stored
+            next to it, in a file with the suffix `.tickets`.
         folder: the folder of the uploads, which no other program uses; `None` for the system's temporary folder. It
             must be on a disk. A file in a tmpfs occupies memory.
     """
@@ -84,24 +85,26 @@ class Door:
         # The clients with an upload under way.
         self.uploading: set[str] = set()
         self.dispatching = asyncio.Lock()
-        # The last ticket of each client: the key that it was asked for with, its id and its bytes.
+        # The last ticket of each client: its idempotency key, its identifier and its message.
         self.sent: dict[str, tuple[str, str, bytes]] = {}
-        if self.names and self.names.exists():
-            # The keys are gone, and whoever asks by one gets another ticket; its id says which one that ends.
-            self.sent = {client: ("", ticket, b"") for client, ticket in json.loads(self.names.read_text()).items()}
+        if self.ticket_file and self.ticket_file.exists():
+            # The keys are not stored. A client that repeats a request receives a new ticket, which ends the stored one.
+            self.sent = {
+                client: ("", ticket, b"") for client, ticket in json.loads(self.ticket_file.read_text()).items()
+            }
 
     @property
-    def held(self) -> int:
+    def num_uploads(self) -> int:
         """The number of uploads under way."""
         return len(self.uploading)
 
     @property
-    def names(self) -> Path | None:
-        """The file that says who has which ticket."""
+    def ticket_file(self) -> Path | None:
+        """The file with the identifier of each client's ticket."""
         return self.checkpoint and self.checkpoint.with_name(f"{self.checkpoint.name}.tickets")
 
     def application(self) -> Starlette:
-        """What a web server runs."""
+        """Return the ASGI application."""
         routes = [
             Route("/spec", self.spec),
             Route("/status", self.status),
@@ -112,50 +115,50 @@ class Door:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Web servers stop asking when the last answer has gone out."""
+        """Write the checkpoint and the tickets after the last response."""
         yield
         if self.checkpoint:
             await run_in_threadpool(self.server.save, self.checkpoint)
-        if self.names:
-            fresh = self.names.with_name(f"{self.names.name}.new")
+        if self.ticket_file:
+            fresh = self.ticket_file.with_name(f"{self.ticket_file.name}.new")
             fresh.write_text(json.dumps({client: ticket for client, (_, ticket, _) in self.sent.items()}))
-            fresh.replace(self.names)
+            fresh.replace(self.ticket_file)
         print(f"stopped at version {self.server.version}", flush=True)
 
     async def spec(self, _: Request) -> Response:
-        """The space of the models."""
+        """Return the specification of the models."""
         return JSONResponse(self.server.spec())
 
     async def status(self, _: Request) -> Response:
-        """Where the server is."""
+        """Return the version and the numbers of rejected updates."""
         return JSONResponse({"version": self.server.version, "rejected": self.server.rejected})
 
     async def dispatch(self, request: Request) -> Response:
-        """A ticket. A client has one: the same key gets the same one, another key ends the last."""
+        """Return a ticket. A repeated request with the same key returns the same ticket. A new key ends it."""
         client = request.path_params["client"]
         key = request.headers.get("Idempotency-Key", "")
         if not key:
-            return refusal(400, "Idempotency-Key: expected one, the same for every try")
+            return error_response(400, "Idempotency-Key: expected a header with the same value in each attempt")
         async with self.dispatching:
-            self.forget()
+            self.remove_finished()
             last = self.sent.get(client)
             if last is None or last[0] != key:
                 if last is not None:
                     del self.sent[client]
-                    with contextlib.suppress(ArgumentError):  # it was answered, or is too old
+                    with contextlib.suppress(ArgumentError):  # The ticket has an answer, or has expired.
                         self.server.drop(last[1])
                 try:
                     ticket = await run_in_threadpool(self.server.dispatch, client)
                     last = (key, ticket.id, await run_in_threadpool(wire.pack, ticket))
                 except BusyError as error:
-                    return busy(str(error))
+                    return busy_response(str(error))
                 except ManifoldAggError as error:
-                    return refusal(422, str(error))
+                    return error_response(422, str(error))
                 self.sent[client] = last
         return Response(last[2], media_type="application/octet-stream")
 
-    def forget(self) -> None:
-        """Let go of the tickets that have ended: answered, dropped, or too old."""
+    def remove_finished(self) -> None:
+        """Remove the tickets that were answered, dropped or have expired."""
         self.server.expire()
         out = set(self.server.tickets)
         self.sent = {client: last for client, last in self.sent.items() if last[1] in out}
@@ -166,38 +169,38 @@ class Door:
         ticket = request.headers.get("Ticket-Id", "")
         samples = request.headers.get("Samples")
         if samples is not None and not (samples.isdecimal() and len(samples) < 20):
-            return refusal(400, f"Samples: expected a number of samples, got {samples[:20]!r}")
+            return error_response(400, f"Samples: expected a number of samples, got {samples[:20]!r}")
         # Before the body is read, so that only a client with a ticket can occupy a slot.
         known = await run_in_threadpool(self.receipt_of, client, ticket)
         if known is not None:
             return known
         if client in self.uploading:
-            return busy("client: busy: another upload of this client is under way")
-        if self.held >= self.uploads:
-            return busy(f"server: busy: {self.held} uploads are under way")
+            return busy_response("client: busy: another upload of this client is under way")
+        if self.num_uploads >= self.uploads:
+            return busy_response(f"server: busy: {self.num_uploads} uploads are under way")
         self.uploading.add(client)
         try:
             # The file has the mode 0600. The end of the block deletes it, also after an error.
             with tempfile.NamedTemporaryFile(prefix="upload-", suffix=".safetensors", dir=self.folder) as file:
                 if not await self.store(request, file):
-                    return refusal(413, f"body: expected at most {self.limit} bytes")
+                    return error_response(413, f"body: expected at most {self.limit} bytes")
                 answer = await run_in_threadpool(self.answer, client, ticket, samples, Path(file.name))
-            self.forget()
+            self.remove_finished()
             return answer
         except TimeoutError:  # A subclass of OSError.
             rate = f"at least {self.min_rate:g} bytes per second after {self.grace:g} s"
-            return refusal(408, f"body: expected {rate}, and the end within {self.patience:g} s")
+            return error_response(408, f"body: expected {rate}, and the end within {self.patience:g} s")
         except ClientDisconnect:
-            return refusal(400, "body: ended early")
+            return error_response(400, "body: ended early")
         except OSError as error:
-            return busy(f"server: busy: the upload could not be stored: {error.strerror}")
+            return busy_response(f"server: busy: the upload could not be stored: {error.strerror}")
         finally:
             self.uploading.discard(client)
 
     def receipt_of(self, client: str, ticket: str) -> Response | None:
         """Return the answer for a ticket that is closed or not the client's; `None` if the ticket is open."""
         try:
-            return told(self.server.receive(ticket, raise_open, client=client))
+            return receipt_response(self.server.receive(ticket, raise_open, client=client))
         except TicketOpen:
             return None
 
@@ -227,15 +230,17 @@ class Door:
         try:
             if samples is not None:
                 model = partial(checked, path)
-                return told(self.server.receive_model(ticket, model, samples=int(samples), client=client))
+                return receipt_response(self.server.receive_model(ticket, model, samples=int(samples), client=client))
             data = path.read_bytes()
             if wire.ticket_of(data) != ticket:
-                return refusal(422, "ticket: expected that of the header Ticket-Id")
+                return error_response(422, "ticket: expected that of the header Ticket-Id")
         except WireError as error:
-            return refusal(400, str(error))
+            return error_response(400, str(error))
         except ArgumentError as error:  # The rule requires more than a model.
-            return refusal(422, str(error))
-        return told(self.server.receive(ticket, partial(wire.unpack, data, spec=self.server.space), client=client))
+            return error_response(422, str(error))
+        return receipt_response(
+            self.server.receive(ticket, partial(wire.unpack, data, spec=self.server.space), client=client)
+        )
 
 
 def checked(path: Path) -> Path:
@@ -266,31 +271,31 @@ def raise_open() -> Any:
     raise TicketOpen
 
 
-def told(receipt: Receipt) -> Response:
+def receipt_response(receipt: Receipt) -> Response:
     """Return the answer with a receipt."""
     try:
         receipt.check()
     except BusyError as error:
-        return busy(str(error))
+        return busy_response(str(error))
     except ArgumentError as error:
-        return refusal(422, str(error))
+        return error_response(422, str(error))
     return JSONResponse(receipt.asdict())
 
 
-def refusal(status: int, reason: str) -> Response:
-    """No, and why."""
+def error_response(status: int, reason: str) -> Response:
+    """Return an error response with a reason."""
     return JSONResponse({"reason": reason}, status)
 
 
-def busy(reason: str) -> Response:
-    """Not now."""
+def busy_response(reason: str) -> Response:
+    """Return a response that asks the client to try again after one second."""
     return JSONResponse({"reason": reason}, 503, {"Retry-After": "1"})
 
 
 def main() -> None:
-    """Serve until it is told to stop."""
+    """Run the server until a signal stops it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=0, help="0: one that is free")
+    parser.add_argument("--port", type=int, default=0, help="the port; 0 selects a free port")
     parser.add_argument("--checkpoint", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -303,12 +308,12 @@ def main() -> None:
     # A path of four float32 models has 16 bytes for each parameter. The rest is a reserve for names and for float64.
     limit = 32 * server.space.layout.size + 2**16
     folder = options.checkpoint and options.checkpoint.with_name(f"{options.checkpoint.name}.uploads")
-    door = Door(server, limit=limit, checkpoint=options.checkpoint, folder=folder)
+    endpoints = Endpoints(server, limit=limit, checkpoint=options.checkpoint, folder=folder)
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", options.port))
         print(f"listening on http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
-        config = uvicorn.Config(door.application(), log_level="warning", timeout_graceful_shutdown=10)
+        config = uvicorn.Config(endpoints.application(), log_level="warning", timeout_graceful_shutdown=10)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
 
