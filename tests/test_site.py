@@ -213,6 +213,7 @@ def test_the_landing_page_begins_like_the_readme(site):
 
 NO_CORRECTIONS = {
     *("Composition", "Corrected", "Correction", "Frame", "Gram", "Transport", "calibrate", "rotate_control"),
+    *("CorrectionQuality", "correction_quality"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from manifoldagg import corrections
@@ -351,3 +352,19 @@ def rows_on_a_sphere_are_transported(kit):
     orthogonal = kit.OrthoDC(1.0)(space, base, current, v)
     assert (orthogonal @ g).abs().max() <= SMALL
     close(orthogonal, project(out, g))
+
+
+@law
+def quality_compares_the_descents_of_the_corrected_and_the_transported_update(kit):
+    base, current, g, v = setting()
+    slope = draw(7, SIZE)
+    found = kit.correction_quality(SPACE, kit.OrthoDC(1.0), [(base, current, row) for row in v], lambda model: slope)
+    close(torch.from_numpy(found.transported), -v @ slope)
+    close(torch.from_numpy(found.corrected), -project(v, g) @ slope)
+
+
+@law
+def quality_is_the_smallest_ratio_over_useful_updates(kit):
+    found = kit.CorrectionQuality(np.array([3.0, 1.0, -8.0]), np.array([2.0, 4.0, -4.0]))
+    assert found.q == 0.25
+    assert found.d == 7.0

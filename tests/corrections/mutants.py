@@ -7,6 +7,7 @@ import torch
 from manifoldagg.corrections import (
     AutoThreshold,
     Composition,
+    CorrectionQuality,
     DelayCompensated,
     GradientSurgery,
     Gram,
@@ -17,6 +18,7 @@ from manifoldagg.corrections import (
     Position,
     Tangent,
     calibrate,
+    correction_quality,
     rotate_control,
 )
 
@@ -387,3 +389,15 @@ class TangentWithoutTransport(Tangent):
         if frame.transporter is not None:
             frame = replace(frame, rows=(*frame.base_displacements.flatten(1), frame.rows[-1]))
         return super().apply(frame, state)
+
+
+@caught_by("correction_quality", "quality_compares_the_descents_of_the_corrected_and_the_transported_update")
+def correction_quality_with_the_sign_of_the_gradient(space, correction, updates, gradient, **options):
+    return correction_quality(space, correction, updates, lambda model: -gradient(model), **options)
+
+
+@caught_by("CorrectionQuality", "quality_is_the_smallest_ratio_over_useful_updates")
+class CorrectionQualityOverAllUpdates(CorrectionQuality):
+    @property
+    def q(self):
+        return float((self.corrected / self.transported).max())

@@ -361,7 +361,9 @@ def test_the_protocol_of_asynchronous_training_uses_its_test_seeds_and_validatio
     tables = {name: parsed(words) for name, words in command_lines(path, OPTIONS).items()}
     for name, options in tables.items():
         assert (options["first_seed"], options["seeds"], options["tune_seeds"]) == (200, 5, 1), name
-        assert options["tune"] == ("concurrency" not in name), name
+        assert options["tune"] == ("concurrency" not in name and "lognormal" not in name), name
+        # A set rate is not searched.
+        assert not (options["tune"] and options["rate"]), name
         methods(options["methods"], options["rate"] or [])
     for task in ("fashion", "shakespeare", "watch"):
         parts = [options for name, options in tables.items() if name.startswith(f"{task}-measured")]

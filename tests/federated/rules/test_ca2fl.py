@@ -14,6 +14,8 @@ from manifoldagg.manifolds import Flat, ParameterSpace, Sphere
 from tests.federated.random_clients import SIZE, SPACE, arrivals
 from tests.support import draw, relative, seeds
 
+pytestmark = pytest.mark.filterwarnings("ignore::manifoldagg.errors.StabilityWarning")
+
 GOLDEN = {"CA2FL": CA2FL(2, rate=0.5, clients=2)}
 
 
