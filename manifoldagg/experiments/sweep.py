@@ -30,7 +30,8 @@ def load_sweep(folders: Iterable[Path | str], option: str) -> pd.DataFrame:
     - a setting of a comparison, such as `concurrency` or `clients`;
     - an option of a setting, such as `partition.concentration` for `--partition dirichlet:concentration=0.5`;
     - an option of methods, such as `epochs` for `--methods fedasync:epochs=1`. Methods that differ only in this option
-      are one method of the sweep, and methods without it are omitted.
+      are one method of the sweep, and methods without it are omitted. A value with several parts, such as `epochs=4+2`,
+      counts as its first part.
 
     Returns:
         A row for each method and value, sorted by value: `method`, `value`, `seeds`, `mean`, `low` and `high`. The last
@@ -117,6 +118,8 @@ def _method_and_value(settings: Mapping[str, Any], label: str, option: str) -> t
 
 
 def _number(option: str, value: Any) -> float:
+    """Return the value as a number: for a value with several parts, such as `epochs=4+2`, its first part."""
+    value = value[0] if isinstance(value, tuple) else value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentError(f"sweep: expected an option whose values are numbers, got {option}={value}")
     return float(value)

@@ -1,0 +1,145 @@
+"""Draw figures of three papers from stored runs: Manifold, Figures 3 and 4; OrthoFL, Figure 5; Queue, Figures 1 and 2.
+
+    python benchmarks/papers/figures.py
+
+The runs of the two sweeps are the tables of `figures.toml`; their reports are in
+`benchmarks/results/papers/figures/runs`. The runs of Figure 3 of Manifold are those of the table `digits` in
+`evidence.toml`. The figures of Queue need no runs. The script writes the pictures to `docs/assets/papers`, and the
+tables of the sweeps to `benchmarks/results/papers/figures`.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from manifoldagg._io import new_figure
+from manifoldagg.experiments.plots import draw_sweep
+from manifoldagg.experiments.statistics import mean_ci
+from manifoldagg.experiments.sweep import load_sweep
+from manifoldagg.routing import TimeBound, UpdateBound, optimise_concurrency
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "papers"
+PICTURES = ROOT / "docs" / "assets" / "papers"
+FIGURES = RESULTS / "figures"
+SWEEPS = {
+    "manifold-figure-4": ("epochs", [f"manifold-epochs-{k}" for k in (1, 2, 5, 10)]),
+    "orthofl-figure-5": ("partition.concentration", [f"orthofl-{k}" for k in ("001", "01", "1", "100", "10000")]),
+}
+"""The option and the reports of each sweep."""
+FAIRNESS = ("AsyncBezier", "AsyncCorrected(correction=autothreshold)", "FedOrtho", "FedAsync", "FedBuff", "FedAvg")
+LABELS = {"AsyncCorrected(correction=autothreshold)": "AutoThreshold"}
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+
+
+def sweep(name: str) -> pd.DataFrame:
+    """Return the data frame of a sweep."""
+    option, reports = SWEEPS[name]
+    return load_sweep([FIGURES / "runs" / report for report in reports], option)
+
+
+def fairness() -> pd.DataFrame:
+    """Return the Gini and the Theil index of each method on the digits, with 95 % intervals (Manifold, Figure 3).
+
+    As in the paper, an index is that of the most accurate model of a run.
+    """
+    runs: dict[str, list[tuple[float, float]]] = {}
+    results = json.loads((RESULTS / "digits" / "results.json").read_text())
+    for method in FAIRNESS:
+        runs[method] = [(run["gini"], run["theil"]) for run in results["methods"][method]["runs"]]
+    rows = []
+    for method, values in runs.items():
+        for index, column in zip(("Gini", "Theil"), zip(*values, strict=True), strict=True):
+            found = mean_ci(column)
+            rows.append((method, index, found.value, found.half_width))
+    return pd.DataFrame(rows, columns=["method", "index", "mean", "half_width"])
+
+
+def draw_fairness(path: Path) -> None:
+    """Draw the indices as bars."""
+    frame = fairness()
+    figure = new_figure(6.4, 3.6)
+    axes = figure.subplots()
+    for i, (index, rows) in enumerate(frame.groupby("index", sort=False)):
+        places = np.arange(len(rows)) + 0.4 * i - 0.2
+        axes.barh(places, rows["mean"], 0.36, xerr=rows["half_width"], color=COLOURS[i], label=index, capsize=2)
+    axes.set_yticks(range(len(FAIRNESS)), [LABELS.get(name, name) for name in FAIRNESS])
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("index of the clients' accuracies")
+    axes.set_title("Manifold, Figure 3: digits, 30 clients, 95 % intervals", fontsize="medium")
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def stale_term(probability: float, speed: float, *, concurrency: int = 20) -> float:
+    r"""Return the third term of G for two clients, divided by $\eta^2 L^2 B$.
+
+    Args:
+        probability: the probability of routing a task to the slow client.
+        speed: the rate of the fast client. The rate of the slow client is 1.
+        concurrency: the number of tasks m.
+    """
+
+    def errors(rate: float) -> float:
+        bound = UpdateBound(np.array([1.0, speed]), concurrency, rate, 1.0, 1.0, 0.0, num_updates=1)
+        return float(bound(np.array([probability, 1 - probability])))
+
+    # Without a gap, G = a η + b η².
+    return (errors(2.0) - 2 * errors(1.0)) / 2
+
+
+def draw_stale_terms(path: Path) -> None:
+    """Draw the third term of G by the probability of the slow client (Queue, Figure 1)."""
+    figure = new_figure(6.4, 3.6)
+    axes = figure.subplots()
+    grid = np.linspace(0.02, 0.995, 400)
+    for speed, colour in zip((1.2, 2.0, 5.0, 10.0), COLOURS, strict=True):
+        values = [stale_term(p, speed) for p in grid]
+        axes.semilogy(grid, values, color=colour, label=f"rates 1 : {speed:g}")
+        least = int(np.argmin(values))
+        axes.plot(grid[least], values[least], "o", color=colour)
+    axes.set_xlabel("probability of the slow client")
+    axes.set_ylabel("third term of G / $(\\eta^2 L^2 B)$")
+    axes.set_title("Queue, Figure 1: two clients, 20 tasks; points: minima", fontsize="medium")
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def draw_time_bounds(path: Path, ratio: float = 0.0029) -> None:
+    """Draw H by the number of tasks for three rates (Queue, Figure 2), with L = 1 and A/B = `ratio`."""
+    figure = new_figure(6.4, 3.6)
+    axes = figure.subplots()
+    rates = np.exp(np.arange(1, 51) / 100)
+    counts = np.arange(1, 61)
+    routing = rates / rates.sum()
+    for rate, colour in zip((0.015, 0.02, 0.03), COLOURS, strict=False):
+        bounds = [TimeBound(rates, int(m), rate, 1.0, 1.0, ratio) for m in counts]
+        best = optimise_concurrency(bounds[0])
+        values = np.array([bound(routing) for bound in bounds])
+        axes.plot(counts, values / values.min(), color=colour, label=f"η = {rate:g}, minimum at m = {best}")
+        axes.plot(best, values[best - 1] / values.min(), "o", color=colour)
+    axes.set_ylim(0.99, 1.6)
+    axes.set_xlabel("number of tasks m")
+    axes.set_ylabel("H / minimum of H")
+    axes.set_title("Queue, Figure 2: 50 clients, balanced routing", fontsize="medium")
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Write all figures and the tables of the sweeps."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for name, (option, _) in SWEEPS.items():
+        frame = sweep(name)
+        frame.to_csv(FIGURES / f"{name}.csv", index=False, lineterminator="\n")
+        draw_sweep(PICTURES / f"{name}.png", frame, option=option, title="digits")
+    draw_fairness(PICTURES / "manifold-figure-3.png")
+    draw_stale_terms(PICTURES / "queue-figure-1.png")
+    draw_time_bounds(PICTURES / "queue-figure-2.png")
+
+
+if __name__ == "__main__":
+    main()

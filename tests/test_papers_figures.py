@@ -1,0 +1,70 @@
+"""The figures of the papers: their tables equal the stored runs, and the page states their numbers."""
+
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "guide" / "paper_and_ours.md"
+
+
+@pytest.fixture(scope="module")
+def figures():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks" / "papers")
+        yield importlib.import_module("figures")
+
+
+def row(section, label):
+    """The row of a figure in the page."""
+    lines = PAGE.read_text().partition(f"## {section}")[2].splitlines()
+    return next(line for line in lines if line.startswith(f"| {label} |"))
+
+
+def finals(frame, method):
+    return [f"{100 * mean:.1f}" for mean in frame[frame["method"] == method]["mean"]]
+
+
+def test_the_tables_of_sweeps_equal_their_runs(figures):
+    for name in figures.SWEEPS:
+        stored = pd.read_csv(figures.FIGURES / f"{name}.csv")
+        pd.testing.assert_frame_equal(stored, figures.sweep(name), check_dtype=False)
+        assert (figures.PICTURES / f"{name}.png").stat().st_size
+
+
+def test_the_page_states_the_accuracies_of_the_sweeps(figures):
+    frame, text = figures.sweep("manifold-figure-4"), row("Manifold", "Figure 4")
+    for method in ("AsyncBezier", "FedAsync"):
+        first, second, third, last = finals(frame, method)
+        assert f"{method} ends at {first}, {second}, {third} and {last} %" in text
+    frame, text = figures.sweep("orthofl-figure-5"), row("OrthoFL", "Figure 5")
+    orthofl, fedasync = finals(frame, "OrthoFL")[:2], finals(frame, "FedAsync")[:2]
+    assert f"it ends at {orthofl[0]} and {orthofl[1]} %, and FedAsync at {fedasync[0]} and {fedasync[1]} %" in text
+    means = frame.pivot(index="value", columns="method", values="mean")
+    assert (means.loc[[0.01, 0.1]].idxmax(axis=1) == "OrthoFL").all()
+    late = means.loc[1:]
+    assert (late.max(axis=1) - late.min(axis=1)).max() < 0.02
+
+
+def test_the_page_states_the_gini_indices(figures):
+    frame = figures.fairness()
+    gini = frame[frame["index"] == "Gini"].set_index("method")["mean"].map("{:.3f}".format)
+    auto = gini["AsyncCorrected(correction=autothreshold)"]
+    said = f"{gini['AsyncBezier']} for AsyncBezier, {auto} with an automatic threshold, {gini['FedOrtho']} for FedOrtho"
+    assert f"{said}, {gini['FedAsync']} for FedAsync and {gini['FedAvg']} for FedAvg" in row("Manifold", "Figure 3")
+
+
+@pytest.mark.parametrize(("speed", "least"), [(1.2, 0.88), (10.0, 0.95)])
+def test_the_third_term_of_g_is_smallest_for_a_large_probability_of_the_slow_client(figures, speed, least):
+    grid = np.linspace(0.02, 0.99, 98)
+    values = [figures.stale_term(p, speed) for p in grid]
+    assert grid[int(np.argmin(values))] == pytest.approx(least, abs=0.011)
+
+
+def test_the_pictures_are_drawn(figures, tmp_path):
+    for draw in (figures.draw_fairness, figures.draw_stale_terms, figures.draw_time_bounds):
+        draw(tmp_path / f"{draw.__name__}.png")
+        assert (tmp_path / f"{draw.__name__}.png").stat().st_size
