@@ -49,6 +49,33 @@ def test_the_page_states_the_accuracies_of_the_sweeps(figures):
     assert (late.max(axis=1) - late.min(axis=1)).max() < 0.02
 
 
+def test_the_page_states_figure_10_and_tables_3_and_4_of_orthofl(figures):
+    frame, text = figures.sweep("orthofl-figure-10"), row("OrthoFL", "Figure 10")
+    for name, words in (("OrthoFL(", "OrthoFL ends at {}, {} and {} %"), ("FedAvg(", "FedAvg at {}, {} and {} %")):
+        (method,) = {one for one in frame["method"] if one.startswith(name)}
+        assert words.format(*(number.removesuffix(" %") for number in finals(frame, method))) in text.replace(
+            " % with 1, 5 and 10 epochs", " %"
+        )
+    table = figures.server_settings()
+    assert sorted(zip(table["rate"], table["exponent"], strict=True)) == [
+        *((0.2, 0.5), (0.4, 0.5), (0.6, 0.3), (0.6, 0.5), (0.6, 0.7), (0.8, 0.5))
+    ]
+    pd.testing.assert_frame_equal(pd.read_csv(figures.FIGURES / "orthofl-table-4.csv"), table)
+    low, high = (f"{100 * value:.1f}" for value in (table["mean"].min(), table["mean"].max()))
+    assert f"OrthoFL ends at {low} to {high} %" in row("OrthoFL", "Table 4")
+    times = pd.read_csv(figures.FIGURES / "orthofl-table-3.csv")
+    assert times["model"].to_list() == [*figures.SIZES]
+    for value in times["milliseconds"]:
+        assert f"{value:.1f} ms" in row("OrthoFL", "Table 3")
+
+
+def test_calibration_times_are_measured_for_each_size(figures, monkeypatch):
+    monkeypatch.setattr(figures, "SIZES", {"small": (40, 2)})
+    (measured,) = figures.calibration_times().itertuples()
+    assert (measured.model, measured.parameters, measured.tensors) == ("small", 40, 2)
+    assert measured.milliseconds > 0
+
+
 def test_the_page_states_the_gini_indices(figures):
     frame = figures.fairness()
     gini = frame[frame["index"] == "Gini"].set_index("method")["mean"].map("{:.3f}".format)

@@ -1,20 +1,30 @@
-"""Draw figures of three papers from stored runs: Manifold, Figures 3 and 4; OrthoFL, Figure 5; Queue, Figures 1 and 2.
+"""Draw figures and tables of three papers.
 
-    python benchmarks/papers/figures.py
+    python benchmarks/papers/figures.py [--time]
 
-The runs of the two sweeps are the tables of `figures.toml`; their reports are in
-`benchmarks/results/papers/figures/runs`. The runs of Figure 3 of Manifold are those of the table `digits` in
+- Manifold, Figures 3 and 4
+- OrthoFL, Figures 5 and 10 and Tables 3 and 4
+- Queue, Figures 1 and 2
+
+The runs of the sweeps and of Table 4 are the tables of `figures.toml`; their reports are in
+`benchmarks/results/papers/figures`. The runs of Figure 3 of Manifold are those of the table `digits` in
 `evidence.toml`. The figures of Queue need no runs. The script writes the pictures to `docs/assets/papers`, and the
-tables of the sweeps to `benchmarks/results/papers/figures`.
+tables to `benchmarks/results/papers/figures`. With `--time`, it also measures the times of Table 3.
 """
 
+import argparse
 import json
+import re
+import statistics
+import time
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
 
 from manifoldagg._io import new_figure
+from manifoldagg.corrections import calibrate
 from manifoldagg.experiments.plots import draw_sweep
 from manifoldagg.experiments.statistics import mean_ci
 from manifoldagg.experiments.sweep import load_sweep
@@ -27,9 +37,19 @@ FIGURES = RESULTS / "figures"
 SWEEPS = {
     "manifold-figure-4": ("epochs", [f"manifold-epochs-{k}" for k in (1, 2, 5, 10)]),
     "orthofl-figure-5": ("partition.concentration", [f"orthofl-{k}" for k in ("001", "01", "1", "100", "10000")]),
+    "orthofl-figure-10": ("epochs", [f"orthofl-epochs-{k}" for k in (1, 5, 10)]),
 }
 """The option and the reports of each sweep."""
 FAIRNESS = ("AsyncBezier", "AsyncCorrected(correction=autothreshold)", "FedOrtho", "FedAsync", "FedBuff", "FedAvg")
+SIZES = {
+    "LeNet-5": (44_426, 10),
+    "ResNet-18 (1-D)": (118_978, 62),
+    "DistilBERT": (753_428, 28),
+    "MobileNetV2": (2_351_972, 158),
+    "VGG-11": (9_225_610, 18),
+}
+"""The numbers of trained parameters and of tensors of the models of OrthoFL, Table 3."""
+REPETITIONS = 15
 LABELS = {"AsyncCorrected(correction=autothreshold)": "AutoThreshold"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
@@ -37,7 +57,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 def sweep(name: str) -> pd.DataFrame:
     """Return the data frame of a sweep."""
     option, reports = SWEEPS[name]
-    return load_sweep([FIGURES / "runs" / report for report in reports], option)
+    return load_sweep([FIGURES / report for report in reports], option)
 
 
 def fairness() -> pd.DataFrame:
@@ -72,6 +92,39 @@ def draw_fairness(path: Path) -> None:
     axes.set_title("Manifold, Figure 3: digits, 30 clients, 95 % intervals", fontsize="medium")
     axes.legend(frameon=False)
     figure.savefig(path)
+
+
+def server_settings() -> pd.DataFrame:
+    """Return the final accuracy of OrthoFL by the rate and the exponent of the server (OrthoFL, Table 4)."""
+    frame = load_sweep([FIGURES / report for report in ("orthofl-server", "orthofl-sgd")], "rate")
+    rows = []
+    for row in frame.itertuples():
+        exponent = re.search(r"staleness\.a=([\d.]+)", row.method)
+        if row.method.startswith("OrthoFL(") and exponent is not None:
+            rows.append((row.value, float(exponent[1]), row.mean, row.high - row.mean))
+    return pd.DataFrame(rows, columns=["rate", "exponent", "mean", "half_width"])
+
+
+def calibration_times() -> pd.DataFrame:
+    """Measure the median processor time of a calibration for each size, in milliseconds (OrthoFL, Table 3).
+
+    A model consists of equal random tensors. A calibration computes both shifts and the start model of a client.
+    """
+    rows = []
+    for name, (parameters, tensors) in SIZES.items():
+        models = [
+            {f"{i}": torch.randn(parameters // tensors) for i in range(tensors)} for _ in ("base", "end", "global")
+        ]
+        seconds = []
+        for _ in range(REPETITIONS):
+            started = time.process_time()
+            base, end, current = models
+            client_shift = {key: end[key] - base[key] for key in base}
+            global_shift = {key: current[key] - base[key] for key in base}
+            calibrate(end, global_shift, client_shift)
+            seconds.append(time.process_time() - started)
+        rows.append((name, parameters, tensors, 1000 * statistics.median(seconds)))
+    return pd.DataFrame(rows, columns=["model", "parameters", "tensors", "milliseconds"]).round(3)
 
 
 def stale_term(probability: float, speed: float, *, concurrency: int = 20) -> float:
@@ -130,12 +183,19 @@ def draw_time_bounds(path: Path, ratio: float = 0.0029) -> None:
 
 
 def main() -> None:
-    """Write all figures and the tables of the sweeps."""
+    """Write all figures and tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--time", action="store_true", help="measure the times of OrthoFL's Table 3")
+    timed = parser.parse_args().time
+    torch.set_num_threads(1)
     PICTURES.mkdir(parents=True, exist_ok=True)
     for name, (option, _) in SWEEPS.items():
         frame = sweep(name)
         frame.to_csv(FIGURES / f"{name}.csv", index=False, lineterminator="\n")
         draw_sweep(PICTURES / f"{name}.png", frame, option=option, title="digits")
+    server_settings().to_csv(FIGURES / "orthofl-table-4.csv", index=False, lineterminator="\n")
+    if timed:
+        calibration_times().to_csv(FIGURES / "orthofl-table-3.csv", index=False, lineterminator="\n")
     draw_fairness(PICTURES / "manifold-figure-3.png")
     draw_stale_terms(PICTURES / "queue-figure-1.png")
     draw_time_bounds(PICTURES / "queue-figure-2.png")
