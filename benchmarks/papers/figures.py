@@ -22,16 +22,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from records import RESULTS, ROOT
 
 from manifoldagg._io import new_figure
 from manifoldagg.corrections import calibrate
 from manifoldagg.experiments.plots import draw_sweep
 from manifoldagg.experiments.statistics import mean_ci
 from manifoldagg.experiments.sweep import load_sweep
-from manifoldagg.routing import TimeBound, UpdateBound, optimise_concurrency
+from manifoldagg.routing import TimeBound, UpdateBound, uniform
 
-ROOT = Path(__file__).parent.parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "papers"
 PICTURES = ROOT / "docs" / "assets" / "papers"
 FIGURES = RESULTS / "figures"
 SWEEPS = {
@@ -65,14 +64,11 @@ def fairness() -> pd.DataFrame:
 
     As in the paper, an index is that of the most accurate model of a run.
     """
-    runs: dict[str, list[tuple[float, float]]] = {}
-    results = json.loads((RESULTS / "digits" / "results.json").read_text())
-    for method in FAIRNESS:
-        runs[method] = [(run["gini"], run["theil"]) for run in results["methods"][method]["runs"]]
+    methods = json.loads((RESULTS / "digits" / "results.json").read_text())["methods"]
     rows = []
-    for method, values in runs.items():
-        for index, column in zip(("Gini", "Theil"), zip(*values, strict=True), strict=True):
-            found = mean_ci(column)
+    for method in FAIRNESS:
+        for index in ("Gini", "Theil"):
+            found = mean_ci([run[index.lower()] for run in methods[method]["runs"]])
             rows.append((method, index, found.value, found.half_width))
     return pd.DataFrame(rows, columns=["method", "index", "mean", "half_width"])
 
@@ -167,17 +163,16 @@ def draw_time_bounds(path: Path, ratio: float = 0.0029) -> None:
     axes = figure.subplots()
     rates = np.exp(np.arange(1, 51) / 100)
     counts = np.arange(1, 61)
-    routing = rates / rates.sum()
     for rate, colour in zip((0.015, 0.02, 0.03), COLOURS, strict=False):
-        bounds = [TimeBound(rates, int(m), rate, 1.0, 1.0, ratio) for m in counts]
-        best = optimise_concurrency(bounds[0])
-        values = np.array([bound(routing) for bound in bounds])
+        bounds = TimeBound(rates, 1, rate, 1.0, 1.0, ratio).over_concurrency(uniform(rates))
+        values = np.array([value for (value, _), _ in zip(bounds, counts, strict=False)])
+        best = int(counts[values.argmin()])
         axes.plot(counts, values / values.min(), color=colour, label=f"η = {rate:g}, minimum at m = {best}")
-        axes.plot(best, values[best - 1] / values.min(), "o", color=colour)
+        axes.plot(best, 1.0, "o", color=colour)
     axes.set_ylim(0.99, 1.6)
     axes.set_xlabel("number of tasks m")
     axes.set_ylabel("H / minimum of H")
-    axes.set_title("Queue, Figure 2: 50 clients, balanced routing", fontsize="medium")
+    axes.set_title("Queue, Figure 2: 50 clients, uniform routing", fontsize="medium")
     axes.legend(frameon=False)
     figure.savefig(path)
 
