@@ -88,8 +88,7 @@ def report_command(
         console.print(grid)
     for note in joined.notes:
         console.print(f"Settings differ: {note}", highlight=False, markup=False, soft_wrap=True)
-    names = ", ".join(file.name for file in files)
-    console.print(f"Written to {out}: {names}", highlight=False, markup=False, soft_wrap=True)
+    _print_files(out, files)
 
 
 def _report_sweep(folders: list[Path], option: str, out: Path, compared: str | None) -> None:
@@ -103,6 +102,10 @@ def _report_sweep(folders: list[Path], option: str, out: Path, compared: str | N
         found = dict(zip(rows["value"], rows["mean"], strict=True))
         grid.add_row(Text(str(method)), *(f"{100 * found[x]:.1f}" if x in found else "" for x in values))
     console.print(grid)
+    _print_files(out, files)
+
+
+def _print_files(out: Path, files: Iterable[Path]) -> None:
     names = ", ".join(file.name for file in files)
     console.print(f"Written to {out}: {names}", highlight=False, markup=False, soft_wrap=True)
 

@@ -11,7 +11,7 @@ import pandas as pd
 from manifoldagg._io import atomic_write
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
-from manifoldagg.experiments.plots import axis_unit, draw_accuracy, draw_clients, format_percent
+from manifoldagg.experiments.plots import axis_unit, draw_accuracy, draw_clients, format_percent, metric_name
 from manifoldagg.experiments.relative_time import relative_times
 from manifoldagg.experiments.report import LoggedRun, Runs, check_destination, read_reports
 from manifoldagg.experiments.spec_parser import choose
@@ -419,5 +419,4 @@ def _draw(combined: CombinedReport, folder: Path, axis: str) -> None:
         path = folder / f"accuracy{end}.png"
         draw_accuracy(path, rows, target=combined.targets[problem], title=problem, axis=axis, budget=budget)
         clients = {name: [run.client_accuracy for run in seeds.values()] for name, seeds in methods.items()}
-        metric = next(seeds[0][0].metric_name for seeds in rows.values())
-        draw_clients(folder / f"clients{end}.png", clients, title=problem, metric=metric)
+        draw_clients(folder / f"clients{end}.png", clients, title=problem, metric=metric_name(rows))

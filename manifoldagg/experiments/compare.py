@@ -30,7 +30,7 @@ from manifoldagg.federated.stability import has_buffer
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.availability import Availability
 from manifoldagg.simulation.cost import Evaluation, StartEvaluation
-from manifoldagg.simulation.dataset import DEFAULT_METRICS, FederatedDataset, LabelledDataset, check_dataset
+from manifoldagg.simulation.dataset import FederatedDataset, LabelledDataset, check_dataset
 from manifoldagg.simulation.delays import Delays
 from manifoldagg.simulation.engine import TASK_COSTS, UpdateEvent, run
 from manifoldagg.simulation.event_loop import DispatchEvent, build_event_loop
@@ -266,7 +266,7 @@ def compare(
             "eval_every": eval_every,
             **_given(duration=duration, buffer=buffer, refill=refill, averaging=stable_repr(averaging)),
             **_given(eval_starts=eval_starts or None, augment=stable_repr(dataset.augment)),
-            **_given(metrics=None if dataset.metrics == DEFAULT_METRICS else list(dataset.metrics)),
+            **_given(metrics=None if dataset.has_default_metrics else list(dataset.metrics)),
             "tuning": tuned,
             "methods": {
                 one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in methods

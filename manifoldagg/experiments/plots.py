@@ -18,7 +18,7 @@ from manifoldagg.simulation.trace import TaskRecord, check_records
 
 __all__ = [
     *("axis_unit", "draw_accuracy", "draw_clients", "draw_planes", "draw_starts", "draw_sweep"),
-    *("draw_trace", "draw_traces"),
+    *("draw_trace", "draw_traces", "metric_name"),
     "format_percent",
 ]
 
@@ -71,6 +71,11 @@ def format_percent(fraction: float) -> str:
     return f"{100 * fraction:.10g}%"
 
 
+def metric_name(runs: Mapping[str, Sequence[Sequence[Evaluation]]]) -> str:
+    """Return the name of the primary metric in the evaluations of each seed, by method."""
+    return next(seeds[0][0].metric_name for seeds in runs.values())
+
+
 def draw_accuracy(
     path: Path,
     runs: Mapping[str, Sequence[Sequence[Evaluation]]],
@@ -119,8 +124,7 @@ def draw_accuracy(
         paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
         axes.text(budget / size, 0.03, "reached by all runs", ha="right", va="bottom", zorder=99, bbox=paper, **said)
     axes.set_xlabel(f"{name}, {unit}" if unit else name)
-    metric = next(seeds[0][0].metric_name for seeds in runs.values())
-    axes.set_ylabel(f"{metric} on held-out samples, %")
+    axes.set_ylabel(f"{metric_name(runs)} on held-out samples, %")
     few, many = min(map(len, runs.values())), max(map(len, runs.values()))
     over = f"mean of {many if few == many else f'{few} to {many}'} seeds" if several else "1 seed"
     axes.set_title(f"{_escape_math(title)}; {over}{', band ± 1 sd' if banded else ''}", fontsize="medium")

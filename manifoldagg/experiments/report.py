@@ -205,7 +205,7 @@ def _draw(comparison: Comparison, folder: Path) -> None:
     rows = {name: [run.evaluations for run in runs] for name, runs in comparison.runs.items()}
     plots.draw_accuracy(folder / "accuracy.png", rows, target=settings["target"], title=title)
     clients = {name: [run.client_accuracy for run in runs] for name, runs in comparison.runs.items()}
-    metric = next(seeds[0][0].metric_name for seeds in rows.values())
+    metric = plots.metric_name(rows)
     plots.draw_clients(folder / "clients.png", clients, title=title, metric=metric)
     if starts := {name: runs[0].starts for name, runs in comparison.runs.items() if runs[0].starts}:
         plots.draw_starts(folder / "starts.png", starts, title=f"{title}, seed {settings['seeds'][0]}", metric=metric)

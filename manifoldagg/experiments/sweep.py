@@ -19,6 +19,8 @@ __all__ = ["load_sweep", "write_sweep"]
 FILES = ("sweep.csv", "sweep.png")
 UNCHECKED_SETTINGS = ("methods", "seeds", "tuning", "clients_without_samples", "target")
 """The settings in which the reports of a sweep may differ."""
+Reports = Sequence[tuple[Path | str, Mapping[str, Any]]]
+"""Folders and their reports."""
 LABEL = re.compile(r"(?P<name>[^(]*)(?:\((?P<options>.*)\))?")
 
 
@@ -42,6 +44,10 @@ def load_sweep(folders: Iterable[Path | str], option: str) -> pd.DataFrame:
             option, if a value is not a number, if there are fewer than two values, or if two reports contain a run of
             the same method, value and seed.
     """
+    return _frame(_read_reports(folders), option)
+
+
+def _read_reports(folders: Iterable[Path | str]) -> Reports:
     reports = []
     for folder in folders:
         try:
@@ -50,6 +56,11 @@ def load_sweep(folders: Iterable[Path | str], option: str) -> pd.DataFrame:
             raise ArgumentError(f"folders: {folder}: expected a report of `manifoldagg compare`; {error}") from None
     if not reports:
         raise ArgumentError("folders: expected at least one report, got an empty list")
+    return reports
+
+
+def _frame(reports: Reports, option: str) -> pd.DataFrame:
+    """Return the data frame of `load_sweep`."""
     _check_equal_settings(reports, option)
     finals: dict[tuple[str, float], dict[int, float]] = {}
     for folder, report in reports:
@@ -84,10 +95,10 @@ def write_sweep(folders: Iterable[Path | str], option: str, out: Path | str) -> 
         ArgumentError: for the same reasons as in `load_sweep`, or if `out` contains other files or cannot be written.
     """
     out = Path(out)
-    folders = list(folders)
-    frame = load_sweep(folders, option)
+    reports = _read_reports(folders)
+    frame = _frame(reports, option)
     check_destination(out, FILES, option="out")
-    settings = read_report(Path(folders[0]))["settings"]
+    settings = reports[0][1]["settings"]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(out) as draft:
@@ -125,7 +136,7 @@ def _number(option: str, value: Any) -> float:
     return float(value)
 
 
-def _check_equal_settings(reports: Sequence[tuple[Path | str, Mapping[str, Any]]], option: str) -> None:
+def _check_equal_settings(reports: Reports, option: str) -> None:
     """Check that the reports differ only in the option and in `UNCHECKED_SETTINGS`."""
     (first, one), *others = reports
     for folder, report in others:

@@ -135,6 +135,11 @@ class LabelledDataset:
             raise ArgumentError(f"augment: expected a function, got {short_repr(self.augment)}")
 
     @property
+    def has_default_metrics(self) -> bool:
+        """Whether the accuracy is the only metric."""
+        return self.metrics == DEFAULT_METRICS
+
+    @property
     def has_label_sets(self) -> bool:
         """Whether a sample can have several labels. The labels are then zeros and ones (samples, labels) in float32."""
         return self.labels.dtype == torch.float32 and self.labels.ndim == 2

@@ -16,7 +16,7 @@ from manifoldagg.federated import Server, Ticket
 from manifoldagg.federated.types import Averaging
 from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.cost import Cost, Evaluation, StartEvaluation
-from manifoldagg.simulation.dataset import DEFAULT_METRICS, FederatedDataset
+from manifoldagg.simulation.dataset import FederatedDataset
 
 __all__ = ["EvaluationLog", "Evaluator", "SampleStatistics", "gini", "theil"]
 
@@ -46,6 +46,7 @@ class Evaluator:
         self._inputs = federation.dataset.inputs[index]
         self._labels = federation.dataset.labels[index]
         self._metrics = federation.dataset.metrics
+        self._primary = next(iter(self._metrics.values()))
         self._model = federation.model().eval()
 
     def evaluate(self, model: Mapping[str, Tensor], samples: slice = slice(None)) -> SampleStatistics:
@@ -80,8 +81,7 @@ class Evaluator:
 
     def primary(self, found: SampleStatistics) -> float:
         """Compute the primary metric of the evaluated samples. It is NaN if it is undefined for them."""
-        metric = next(iter(self._metrics.values()))
-        return metric.compute(found.statistics[metric.statistics])
+        return self._primary.compute(found.statistics[self._primary.statistics])
 
     def samples_of(self, client: int) -> slice:
         """Return the range of a client's samples among the held-out samples."""
@@ -107,8 +107,8 @@ class Evaluator:
     def primary_by_client(self, found: SampleStatistics) -> list[float]:
         """Return the primary metric of each client that has held-out samples for which it is defined."""
         edges = np.cumsum([len(part) for part in self._held_out])[:-1]
-        metric = next(iter(self._metrics.values()))
-        values = [metric.compute(part) for part in np.split(found.statistics[metric.statistics], edges)]
+        parts = np.split(found.statistics[self._primary.statistics], edges)
+        values = [self._primary.compute(part) for part in parts]
         return [value for value in values if not math.isnan(value)]
 
 
@@ -145,7 +145,7 @@ class EvaluationLog:
         started = time.perf_counter()
         self._eval_starts = eval_starts
         self._evaluator = Evaluator(federation)
-        self._default = federation.dataset.metrics == DEFAULT_METRICS
+        self._default = federation.dataset.has_default_metrics
         self._averaging = averaging
         self._version = -1
         self._metrics: _Metrics
@@ -184,7 +184,7 @@ class EvaluationLog:
             clients = self._evaluator.primary_by_client(found)
             metrics = self._evaluator.metrics(found)
             self._metrics = _Metrics(
-                self._evaluator.primary(found),
+                next(iter(metrics.values())),
                 _mean_loss(found),
                 gini(clients),
                 theil(clients),

@@ -15,7 +15,7 @@ from manifoldagg import __version__
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.pytrees import Tree
 from manifoldagg.federated.server.durability.fingerprint import first_difference
-from manifoldagg.simulation.dataset import DEFAULT_METRICS, FederatedDataset
+from manifoldagg.simulation.dataset import FederatedDataset
 
 __all__ = ["check_compatible", "run_metadata", "stable_repr", "versions"]
 
@@ -36,7 +36,7 @@ def run_metadata(federation: FederatedDataset, method: Any, **options: object) -
         "augment": stable_repr(task.augment),
         # `None` is the default, so that checkpoints of versions without these fields can be resumed.
         "criterion": None if task.criterion is cross_entropy else stable_repr(task.criterion),
-        "metrics": None if task.metrics == DEFAULT_METRICS else stable_repr(task.metrics),
+        "metrics": None if task.has_default_metrics else stable_repr(task.metrics),
         "batch": federation.batch,
         "seed": federation.seed,
         "method": method.name,
