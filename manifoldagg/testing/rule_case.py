@@ -34,7 +34,7 @@ MAX_SAMPLES = 9
 """The largest sample count of a generated payload."""
 
 
-class Turn(NamedTuple):
+class ScheduledUpdate(NamedTuple):
     """The schedule of one update of a run.
 
     Attributes:
@@ -87,7 +87,7 @@ class RuleCase:
 
     Attributes:
         start: the start model (P,).
-        turns: the schedule of the updates.
+        schedule: the schedule of the updates.
     """
 
     rule: Rule
@@ -99,14 +99,14 @@ class RuleCase:
     make_payload: MakePayload | None = None
     by_tensor: bool = False
     start: Tensor = field(init=False, repr=False)
-    turns: tuple[Turn, ...] = field(init=False, repr=False)
+    schedule: tuple[ScheduledUpdate, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         dtype = self.space.dtype if isinstance(self.space, ParameterSpace) else torch.float64
         generator = self.generator(0)
         object.__setattr__(self, "start", self.space.random_point(generator=generator, dtype=dtype))
         draws = torch.randint(len(self.clients), (self.num_updates, 2), generator=generator).tolist()
-        object.__setattr__(self, "turns", tuple(Turn(place, self.clients[i]) for place, i in draws))
+        object.__setattr__(self, "schedule", tuple(ScheduledUpdate(place, self.clients[i]) for place, i in draws))
 
     def generator(self, index: int) -> torch.Generator:
         """Return one of the random number generators of the case.
@@ -203,7 +203,7 @@ class DirectRun:
     def next_update(self) -> Update:
         """Return the next update. Its base, current model and points are copies."""
         case = self.case
-        client, version, base, message = self.in_flight.pop(case.turns[self.count].place)
+        client, version, base, message = self.in_flight.pop(case.schedule[self.count].place)
         payload = case.payload(message, self.count)
         counts = case.sample_counts
         rows = accepts_tensor_lists(case.rule, case.space)
@@ -229,7 +229,7 @@ class DirectRun:
             model: Any = outcome.model
             self.current = model.clone()
             self.version += 1
-        next_client = self.case.turns[self.count].next_client
+        next_client = self.case.schedule[self.count].next_client
         self.count += 1
         self._dispatch(next_client)
 
@@ -259,7 +259,7 @@ class ServerRun:
     def next_task(self) -> tuple[Ticket, Payload]:
         """Return the ticket and the payload of the next update, but do not send the payload to the server."""
         count = len(self.records)
-        _, _, ticket = self.in_flight[self.case.turns[count].place]
+        _, _, ticket = self.in_flight[self.case.schedule[count].place]
         return ticket, self.case.payload(ticket.message, count)
 
     def advance(self, num_updates: int) -> "ServerRun":
@@ -270,7 +270,7 @@ class ServerRun:
         """
         for _ in range(num_updates):
             ticket, payload = self.next_task()
-            turn = self.case.turns[len(self.records)]
+            turn = self.case.schedule[len(self.records)]
             original = replace(payload, points=payload.points.clone())
             receipt = self.server.receive(ticket, payload).check()
             client, start_index, _ = self.in_flight.pop(turn.place)

@@ -365,7 +365,7 @@ def _aggregator_resumes(case: RuleCase, space: ParameterSpace, run: ServerRun, c
     def play(aggregator: AsyncAggregator, begin: int, end: int, tasks: list[Any]) -> list[Any]:
         results = []
         for index in range(begin, end):
-            place, next_client = case.turns[index]
+            place, next_client = case.schedule[index]
             client, task = tasks.pop(place)
             record = run.records[index]
             models = [space.state_dict(point) for point in record.payload.points]
