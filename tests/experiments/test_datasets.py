@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import load_dataset, models
@@ -311,6 +312,18 @@ def test_arrays_of_ones_own(tmp_path):
     assert made.model()(made.inputs).shape == (6, 3)
     np.savez(place, inputs=np.array([[1, 2], [0, 1]]), labels=np.array([[2, 0], [1, 2]]))
     assert load_dataset(f"npz:{place}").model()(torch.tensor([[1, 2]])).shape == (1, 3, 2)
+
+
+def test_arrays_of_label_sets(tmp_path):
+    file = tmp_path / "mine.npz"
+    inputs, labels = np.random.default_rng(0).normal(size=(6, 3)), np.eye(3)[[0, 1, 2, 0, 1, 2]]
+    for kind in (bool, np.float64):
+        np.savez(file, inputs=inputs, labels=labels.astype(kind))
+        made = load_dataset(f"npz:{file}")
+        assert made.labels.dtype == torch.float32
+        assert made.criterion is binary_cross_entropy_with_logits
+        assert list(made.metrics) == ["AUROC", "AUPRC"]
+        assert made.model()(made.inputs).shape == (6, 3)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import torch
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import load_dataset
 from manifoldagg.experiments.packaged import VOWELS_PARTS, read_ts
+from manifoldagg.experiments.registry import method
 from manifoldagg.federated import clients, rules
-from manifoldagg.simulation import FederatedDataset, Method, natural_partition, run
+from manifoldagg.simulation import FederatedDataset, Method, iid_partition, natural_partition, run
 
 HEADER = "# A comment with a colon: here\n@problemName vowels\n@classLabel true 1 2\n@data\n"
 
@@ -114,3 +115,43 @@ def test_a_missing_file_of_series_is_rejected(tmp_path):
     (tmp_path / "bytes.ts").write_bytes(b"\xff\xfe")
     with pytest.raises(ArgumentError, match=r"path: .*bytes\.ts: cannot be read"):
         read_ts(tmp_path / "bytes.ts")
+
+
+def test_genes_of_river():
+    made = load_dataset("yeast")
+    assert made.inputs.shape == (2417, 103)
+    assert made.labels.sum(0).long().tolist() == [
+        762,
+        1038,
+        983,
+        862,
+        722,
+        597,
+        428,
+        480,
+        178,
+        253,
+        289,
+        1816,
+        1799,
+        34,
+    ]
+    assert list(made.metrics) == ["AUROC", "AUPRC"]
+    federation = FederatedDataset.split(made, 5, partition=iid_partition, seed=0)
+    found = run(federation, method("fedasync:rate=0.5"), num_updates=20, eval_every=10)
+    assert found.accuracy[-1] > 0.6 > found.accuracy[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,x\n", "expected numbers separated by commas"),
+        ("a,b\n1,2\n", "expected more than 14 columns, got 2"),
+    ],
+)
+def test_invalid_files_of_genes_are_errors(tmp_path, text, message):
+    (tmp_path / "genes.csv").write_text(text)
+    with pytest.raises(ArgumentError, match=f"data: yeast: path: .*genes.csv: {message}"):
+        load_dataset(f"yeast:{tmp_path / 'genes.csv'}")
+    with pytest.raises(ArgumentError, match="data: yeast: path: /nowhere.csv: cannot be read"):
+        load_dataset("yeast:/nowhere.csv")
