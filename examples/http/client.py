@@ -29,11 +29,15 @@ PIECE = 2**16
 
 
 def ask(http: httpx.Client, method: str, path: str, *, tries: int = 8, data: bytes | Path = b"", **options: Any) -> Any:
-    """An answer. Who hears nothing, or that the server is busy, asks again: each call here may come twice."""
+    """Send a request, and return the response.
+
+    If the connection fails or the server is busy, the function repeats the request. The server may therefore receive
+    each request several times.
+    """
     pause = 0.1
     for attempt in range(1, tries + 1):
         try:
-            # In pieces: what is too large is told before all of it has gone out.
+            # The body is sent in pieces, so that the server can reject a large body before it has arrived.
             content = {"content": pieces(data)} if data else {}
             answer = http.request(method, path, **content, **options)
             if answer.status_code != 503 or attempt == tries:
@@ -48,9 +52,9 @@ def ask(http: httpx.Client, method: str, path: str, *, tries: int = 8, data: byt
     raise AssertionError("no tries")
 
 
-def seconds(told: str, otherwise: float) -> float:
-    """How long to wait: as a server has told in seconds, a minute at most. A date is by a clock that may be wrong."""
-    return min(float(told), 60.0) if told.isdecimal() else otherwise
+def seconds(header: str, otherwise: float) -> float:
+    """Return the seconds of a `Retry-After` header, at most 60. A date is ignored, because a clock may be wrong."""
+    return min(float(header), 60.0) if header.isdecimal() else otherwise
 
 
 def pieces(data: bytes | Path) -> Iterator[bytes]:
@@ -60,7 +64,7 @@ def pieces(data: bytes | Path) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """So many tasks, one after another."""
+    """Train the given number of tasks, one after another."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("name")
@@ -83,7 +87,7 @@ def main() -> None:
             payload = train_client(
                 model, ticket.message, trainer, batches, client_state=client_state, generator=generator
             )
-            client_state = payload.client_state  # it stays here
+            client_state = payload.client_state  # It remains on the client.
             headers = {"Ticket-Id": ticket.id}
             data: bytes | Path
             if len(payload.points) == 1 and not (payload.tensors or payload.numbers):  # one model
@@ -93,11 +97,11 @@ def main() -> None:
             else:
                 data = wire.pack(replace(payload, client_state=None), spec=space, ticket=ticket)
             answer = ask(http, "POST", f"/receive/{options.name}", data=data, headers=headers)
-            told = answer.json()
+            receipt = answer.json()
             if answer.status_code == 200:
-                print(f"{options.name}: version {told['version']}, {told['staleness']} late", flush=True)
+                print(f"{options.name}: version {receipt['version']}, {receipt['staleness']} late", flush=True)
             else:
-                print(f"{options.name}: refused: {told['reason']}", flush=True)
+                print(f"{options.name}: refused: {receipt['reason']}", flush=True)
 
 
 if __name__ == "__main__":
