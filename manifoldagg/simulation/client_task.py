@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldagg.federated import Message, Payload, Ticket, Trainer, train_client
+from manifoldagg.federated import Message, Payload, Ticket, Trainer
 from manifoldagg.federated.clients.determinism import deterministic
 from manifoldagg.federated.pytrees import Tree, tree_map
 from manifoldagg.federated.types import ClientState
+from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.dataset import FederatedDataset, TaskId
 
 __all__ = ["ClientTask", "GradientCounter", "MessageTensors", "bitwise_equal", "run_task"]
@@ -90,10 +91,12 @@ class _ThreadModelCache(threading.local):
 
     federation: weakref.ref[FederatedDataset] | None = None
     model: nn.Module
+    space: ParameterSpace
 
     def prepare(self, federation: FederatedDataset) -> None:
         if self.federation is None or self.federation() is not federation:
             self.model = federation.model()
+            self.space = ParameterSpace.of(self.model)
             self.federation = weakref.ref(federation)
 
 
@@ -128,14 +131,15 @@ def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] | None = 
     federation, trainer, (client, nth) = task.federation, task.trainer, task.task_id
     generator = federation.generator(client, nth)
     _MODEL_CACHE.prepare(federation)
+    space = _MODEL_CACHE.space
+    loss = space.loss(_MODEL_CACHE.model, federation.dataset.criterion if criterion is None else criterion)
     with deterministic(generator):
-        payload = train_client(
-            _MODEL_CACHE.model,
+        payload = trainer.train(
+            space,
             _copy_message(task.message),
-            trainer,
+            loss,
             federation.batches(client, nth),
-            federation.dataset.criterion if criterion is None else criterion,
-            client_state=tree_map(task.client_state, _copy),
+            tree_map(task.client_state, _copy),
             generator=generator,
         )
     return replace(

@@ -29,8 +29,8 @@ def train_client(
 ) -> Payload:
     """Train a module for one task, and return the payload for the server.
 
-    Call this function on the client with the message of a ticket, for example in a custom training loop. Simulations
-    and the Flower integration call it too.
+    Call this function on the client with the message of a ticket, for example in a custom training loop. The Flower
+    integration calls it too.
 
     The module provides the architecture and the mode (training or evaluation). The values of the parameters and buffers
     come from the message, except for personal tensors. The function does not modify the tensors of the module.
