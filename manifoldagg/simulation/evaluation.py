@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +43,7 @@ class Evaluator:
     def __init__(self, federation: FederatedDataset) -> None:
         self._federation = federation
         self._held_out = [part for part in federation.held_out if len(part)]
+        self._stops = list(accumulate(map(len, federation.held_out)))
         index = torch.from_numpy(np.concatenate(self._held_out))
         self._inputs = federation.dataset.inputs[index]
         self._labels = federation.dataset.labels[index]
@@ -85,8 +87,7 @@ class Evaluator:
 
     def samples_of(self, client: int) -> slice:
         """Return the range of a client's samples among the held-out samples."""
-        begin = sum(map(len, self._federation.held_out[:client]))
-        return slice(begin, begin + len(self._federation.held_out[client]))
+        return slice(self._stops[client] - len(self._federation.held_out[client]), self._stops[client])
 
     def evaluate_average(self, point: Tensor) -> SampleStatistics:
         """Evaluate an average of the versions of the last evaluated model.
@@ -215,9 +216,11 @@ class EvaluationLog:
             updates: the number of updates so far.
             now: the virtual time in seconds.
         """
+        if not self._eval_starts:
+            return
         started = time.perf_counter()
         samples = self._evaluator.samples_of(client)
-        if not self._eval_starts or samples.start == samples.stop:
+        if samples.start == samples.stop:
             return
         found = self._evaluator.evaluate(ticket.state_dict(), samples)
         if not math.isnan(value := self._evaluator.primary(found)):
