@@ -242,7 +242,8 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], *, 
     coded = {}
     begin = 0
     for entry in entries:
-        shape, end = list(entry.shape), begin + entry.num_bytes
+        shape = list(entry.shape)
+        end = begin + entry.num_bytes
         if entry.stored_dtype is not entry.dtype or entry.is_compressed:
             coded[entry.name] = [str(entry.dtype).removeprefix("torch."), shape, entry.is_compressed]
             shape = [entry.num_bytes]

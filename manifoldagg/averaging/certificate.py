@@ -201,7 +201,8 @@ def distance_warnings(model: Certificate) -> list[str]:
     """
     found = []
     if model.largest_angle is not None and model.largest_angle > MAX_ANGLE:
-        angle, limit = math.degrees(model.largest_angle), math.degrees(MAX_ANGLE)
+        angle = math.degrees(model.largest_angle)
+        limit = math.degrees(MAX_ANGLE)
         found.append(
             f"models: expected angles of at most {limit:.0f} degrees between the models, got {angle:.0f} degrees; "
             "the models do not seem to be versions of one model, so their mean may not be meaningful"

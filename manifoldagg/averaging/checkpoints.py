@@ -366,7 +366,8 @@ def _adapter_scaling(folder: Path) -> Any:
     """
     try:
         config = json.loads((folder / ADAPTER_CONFIG).read_text())
-        rank, alpha = config["r"], config["lora_alpha"]
+        rank = config["r"]
+        alpha = config["lora_alpha"]
         factor = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
         return [factor, config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}]
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, AttributeError):

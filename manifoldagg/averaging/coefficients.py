@@ -262,7 +262,8 @@ class MeanMethod:
             residual = float(spheres.square(logs).sqrt())
         else:
             mean = karcher_mean(spheres, points, w, tolerance=TOLERANCE, max_steps=MAX_STEPS)
-            point, residual = mean.point, float(mean.residual)
+            point = mean.point
+            residual = float(mean.residual)
             if not mean.converged:
                 got = f"a residual of {residual:.2g} after {mean.steps} steps"
                 raise ArgumentError(

@@ -165,7 +165,9 @@ def average_adapters(
     finite = [_is_known_finite(state) for state in states]
     result: dict[str, Tensor] = {}
     residual: dict[str, Tensor] = {}
-    error, norm, tied = 0.0, 0.0, []
+    error = 0.0
+    norm = 0.0
+    tied = []
     for pair in parts.pairs:
         cut = _truncate_pair(pair, states, finite, factors, rank)
         values = cut.values.tolist()

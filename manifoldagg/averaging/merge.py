@@ -256,7 +256,8 @@ class _Run:
         numbers = self._sums(index, True)
         if part.kind != "manifold":
             error = numbers[0] if numbers else 0.0
-            mean, products = self._mean(index), self._products(index)
+            mean = self._mean(index)
+            products = self._products(index)
             return certify(part.label, part.kind, part.size, part.method, mean, products, error)
         residual, rounding, arithmetic, *distances = map(math.sqrt, numbers or [0.0] * (3 + len(part.used)))
         by_model = dict(zip(part.used, distances, strict=True))

@@ -80,7 +80,8 @@ class MergeDraft:
         for descriptor in (*self._descriptors.values(), self._journal):
             if descriptor >= 0:
                 os.close(descriptor)
-        self._descriptors, self._journal = {}, -1
+        self._descriptors = {}
+        self._journal = -1
         self._lock.close()
 
     def write(self, name: str, offset: int, values: Tensor) -> None:
@@ -108,8 +109,11 @@ class MergeDraft:
         """Write all data to the disk in the background: first the shards, and then the records that refer to them."""
         if self._commit is not None:
             self._commit.result()
-        lines, dirty = b"".join(self._lines), [self._descriptors[i] for i in sorted(self._dirty)]
-        self._lines, self._dirty, self._size = [], set(), 0
+        lines = b"".join(self._lines)
+        dirty = [self._descriptors[i] for i in sorted(self._dirty)]
+        self._lines = []
+        self._dirty = set()
+        self._size = 0
         self._commit = self._worker.submit(self._sync, lines, dirty)
         if wait:
             self._commit.result()

@@ -92,7 +92,8 @@ def _write_flat(part: Part, mean: Mean, write: Write, buffers: Buffers, start: i
     exact = buffers.get(torch.float64, stop - start)
     combine(None, _rows(part, start, stop), mean.coefficients[part.used].tolist(), out=exact)
     if dtype is torch.float64:
-        error, result = 0.0 if is_finite(exact) else float("nan"), exact
+        error = 0.0 if is_finite(exact) else float("nan")
+        result = exact
     else:
         # The second rounding is exact, so the result has the bits of a combination with this dtype.
         result = buffers.get(dtype, stop - start)

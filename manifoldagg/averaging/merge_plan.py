@@ -34,7 +34,8 @@ from manifoldagg.tensor_file import TensorEntry
 
 __all__ = ["MergePlan", "Part", "Step", "plan_merge"]
 
-MIN_MODELS, MAX_MODELS = 2, 32
+MIN_MODELS = 2
+MAX_MODELS = 32
 CELL_SIZE = 1 << 20
 """The number of entries that one step reads of each model. The bits of a result do not depend on other sizes."""
 CURVED_SIZE = 1 << 15
@@ -358,17 +359,21 @@ def _parts(
     for name, tensor in first.items():
         if name in second_factors:
             continue
-        kind, method = "flat", mean
+        kind = "flat"
+        method = mean
         own: tuple[str, ...] = (name,)
         entry = Entry(name, (*tensor.entry.shape,), tensor.entry.dtype)
         if name in pairs:
-            kind, own = "factors", (name, pairs[name])
+            kind = "factors"
+            own = (name, pairs[name])
         elif name in spaces:
-            kind, method = "manifold", barycentric
+            kind = "manifold"
+            method = barycentric
         elif not entry.dtype.is_floating_point or name.rpartition(".")[2] == "num_batches_tracked":
             kind = "copied"
         elif entry.is_statistic:
-            kind, method = "statistic", barycentric
+            kind = "statistic"
+            method = barycentric
         elif entry.size == 1 and scope == "tensor":
             # The direction of a single number is its sign. For equal signs, all methods compute the arithmetic mean.
             method = barycentric

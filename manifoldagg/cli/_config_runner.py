@@ -55,7 +55,8 @@ def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
     if "name" in typed:
         raise ArgumentError("name: expected --config without --name, as reports are named after the tables")
     lines = command_lines(path, options_by_name(command.params, EXCLUDED_OPTIONS), only)
-    here, there = Path.cwd(), path.parent.absolute()
+    here = Path.cwd()
+    there = path.parent.absolute()
     for name in FILE_OPTIONS if here != there else ():
         if typed.get(name) is not None:
             typed[name] = _rebase_paths(there, name, typed[name])
@@ -123,7 +124,8 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
         return None
     try:
         found: dict[str, Any] = read_report(report)
-        settings, stored_versions = found["settings"], dict(found["timing"]["versions"])
+        settings = found["settings"]
+        stored_versions = dict(found["timing"]["versions"])
         tuning = settings["tuning"]
         if (tuning is not None and len(tuning["seeds"])) != (params["tune"] and params["tune_seeds"]):
             return None
@@ -154,7 +156,8 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
 
 def _methods(params: dict[str, Any]) -> list[Method]:
     """Build the methods as the command does. The default rates are scaled unless the command tunes the rates."""
-    names, rates = params["methods"], list(params["rate"] or ())
+    names = params["methods"]
+    rates = list(params["rate"] or ())
     if params["tune"]:
         return methods(names, rates)
     return methods_with_scaled_rates(

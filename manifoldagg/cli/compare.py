@@ -385,7 +385,8 @@ def _progress_bars(
 
 def comparison_table(comparison: Comparison) -> Table:
     """Format the summary as a table for the terminal."""
-    settings, timing = comparison.settings, comparison.timing()
+    settings = comparison.settings
+    timing = comparison.timing()
     seeds = len(settings["seeds"])
     counts = (settings["clients"], "client"), (settings["num_updates"], "update"), (seeds, "seed")
     size = ", ".join(f"{count} {word if count == 1 else word + 's'}" for count, word in counts)

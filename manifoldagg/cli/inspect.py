@@ -104,7 +104,8 @@ class Summary:
         """Add the content of a checkpoint to the summary, and yield the rows of its history."""
         heads = tree["history"]["heads"]
         rows = [dict(zip(heads[head], values, strict=True)) for head, *values in tree["history"]["lines"]]
-        self.version, self.num_updates = tree["version"], tree["updates"]
+        self.version = tree["version"]
+        self.num_updates = tree["updates"]
         known = [*tree["weights"]["sample_counts"], *tree["weights"]["reported"], *(t[1] for t in tree["tickets"])]
         self.clients.update(dict.fromkeys([*known, *(row["client"] for row in rows)]))
         self.staleness = Counter(row["staleness"] for row in rows)
@@ -175,7 +176,9 @@ def read(path: Path, summary: Summary) -> Iterator[dict[str, Any]]:
             segments = [path]
     if not segments:
         raise ArgumentError(f"path: expected a checkpoint or a journal of a server, got {str(path)!r}")
-    summary.kind, summary.formats, summary.num_bytes = "journal", set(), 0
+    summary.kind = "journal"
+    summary.formats = set()
+    summary.num_bytes = 0
     found = []
     for place in segments:
         with log_format.os_errors(f"{place}: cannot be read"), open(place, "rb") as file:

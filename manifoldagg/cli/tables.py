@@ -22,4 +22,6 @@ def fold_names(grid: Table, methods: Iterable[str]) -> None:
     for column in grid.columns:
         column.no_wrap = True
     names = grid.columns[0]
-    names.no_wrap, names.overflow, names.min_width = False, "fold", min(11, max(map(len, methods)))
+    names.no_wrap = False
+    names.overflow = "fold"
+    names.min_width = min(11, max(map(len, methods)))

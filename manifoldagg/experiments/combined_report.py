@@ -94,7 +94,8 @@ class CombinedReport:
         )
 
     def _run_row(self, problem: str, run: LoggedRun) -> dict[str, object]:
-        log, last = run.evaluations, run.evaluations[-1]
+        log = run.evaluations
+        last = run.evaluations[-1]
         hit = first_reaching(log, self.targets[problem])
         at = {axis: last_within_budget(log, axis, self.budget(problem, axis)).accuracy for axis in AXES}
         return {

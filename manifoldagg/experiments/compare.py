@@ -306,7 +306,9 @@ class _Runner:
 
     def run(self, method: Method, federation: FederatedDataset) -> RunResult:
         """Run a method, or load its finished run."""
-        name, seed, stored = method.name, federation.seed, self._stored
+        name = method.name
+        seed = federation.seed
+        stored = self._stored
         finished = None if stored is None else stored.load_run(name, seed)
         if stored is not None and finished is not None:
             for row in finished.evaluations:
@@ -322,7 +324,8 @@ class _Runner:
         with error_context(f"methods: {name}"):
             if stored is None:
                 return run(federation, method, **options)
-            log, policy = partial(stored.log_evaluation, name, seed), stored.checkpoint_policy(name, seed)
+            log = partial(stored.log_evaluation, name, seed)
+            policy = stored.checkpoint_policy(name, seed)
             finished = run(federation, method, **options, log=log, checkpoint=policy, resume=True)
         stored.save_run(name, seed, finished)
         return finished

@@ -13,8 +13,10 @@ from manifoldagg.simulation.dataset import FederatedDataset
 
 __all__ = ["Landscape", "compute_landscape"]
 
-MAX_LANDSCAPE_SAMPLES, MAX_LANDSCAPE_LABELS = 400, 8_000
-"""The maximum numbers of samples and of labels on which the loss of a plane is computed."""
+MAX_LANDSCAPE_SAMPLES = 400
+"""The maximum number of samples on which the loss of a plane is computed."""
+MAX_LANDSCAPE_LABELS = 8_000
+"""The maximum number of labels on which the loss of a plane is computed."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Landscape:
 
 def compute_landscape(federation: FederatedDataset, curve: LearnedCurve) -> Landscape:
     """Compute the loss over the plane of a client's curve."""
-    model, dataset = federation.model(), federation.dataset
+    model = federation.model()
+    dataset = federation.dataset
     space = ParameterSpace.of(model)
     loss = space.loss(model, dataset.criterion)
 

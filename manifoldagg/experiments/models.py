@@ -303,10 +303,13 @@ class _GPT(nn.Module):
 class _GPTLayer(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.attention_norm, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention_norm = nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(width)
         self.attention = _CausalAttention(width, heads, dropout)
-        self.grow, self.shrink = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.activation, self.dropout = nn.GELU(), nn.Dropout(dropout)
+        self.grow = nn.Linear(width, 4 * width)
+        self.shrink = nn.Linear(4 * width, width)
+        self.activation = nn.GELU()
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, features: Tensor) -> Tensor:
         features = features + self.dropout(self.attention(self.attention_norm(features)))
@@ -317,8 +320,10 @@ class _GPTLayer(nn.Module):
 class _CausalAttention(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.rate = heads, dropout
-        self.joint, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads = heads
+        self.rate = dropout
+        self.joint = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
 
     def forward(self, features: Tensor) -> Tensor:
         # Each of the three tensors has the shape (samples, heads, length, width / heads).

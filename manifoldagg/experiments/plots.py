@@ -27,8 +27,10 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
 """The dashes of lines of the same colour."""
 MARKERS = ("o", "s", "^", "D", "v", "P")
-MAX_LINE_WIDTH, MIN_LINE_WIDTH = 2.6, 1.2
-"""Later lines are thinner, so that overlapping lines are all visible."""
+MAX_LINE_WIDTH = 2.6
+"""The width of the first line in points. Later lines are thinner, so that overlapping lines are all visible."""
+MIN_LINE_WIDTH = 1.2
+"""The width of the last line in points."""
 INTERLEAVED_DASH = 8
 """The length of the dashes of equal lines, in line widths."""
 LABEL_WIDTH = 32

@@ -278,7 +278,8 @@ def _build_method(spec: Spec, global_rate: float | None = None) -> Method:
         default = template.fields.get(rate, getattr(accepted.get(rate), "default", None)) if before is None else before
         start = parse_literal(str(default))
         rule_options[f"{rate}.start"] = repr(start if type(start) in (int, float) else 1.0)
-        rate, fixed = f"{rate}.start", False
+        rate = f"{rate}.start"
+        fixed = False
     rule = _build_per_clients(where, template.make, rule_options, template.fields)
     if not (callable(rule) or isinstance(rule, Rule)):
         raise ArgumentError(

@@ -83,7 +83,8 @@ def relative_times(runs: Runs, baseline: str = "FedAvg", *, fraction: float = FR
 
 
 def _relative_time(seeds: Mapping[int, LoggedRun], base: Mapping[int, LoggedRun], target: float) -> dict[str, object]:
-    reached, bounds = [], []
+    reached = []
+    bounds = []
     num_censored = 0
     for seed, run in seeds.items():
         hit = first_reaching(run.evaluations, target)

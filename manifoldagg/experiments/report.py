@@ -266,7 +266,8 @@ def _read_report(folder: Path) -> _Report:
         }
         report = _Report(folder, settings, runs)
         for (method, seed), logged in runs.items():
-            first, last = logged.evaluations[0].updates, logged.evaluations[-1].updates
+            first = logged.evaluations[0].updates
+            last = logged.evaluations[-1].updates
             if first or not (last == settings["num_updates"] or "duration" in settings):
                 raise ValueError(
                     f"the log of {method}, seed {seed} has updates {first} to {last} of {settings['num_updates']}"

@@ -85,7 +85,8 @@ def parse_specs(where: str, text: str, known: Collection[str] | None = None) -> 
         else:
             attribute, _, further = map(str.strip, rest.partition(":"))
             if known is not None and attribute and "=" not in attribute and _is_module(name, known):
-                name, rest = f"{name}:{attribute}", further
+                name = f"{name}:{attribute}"
+                rest = further
             found.append((name, {}))
         if not rest:
             continue

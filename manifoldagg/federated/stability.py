@@ -136,7 +136,8 @@ def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
 
 def _suggested_rate(rule: Any, n: int, m: int) -> float:
     """Return the suggested rate for n clients and m tasks in flight. A client may have several tasks in flight."""
-    inner, factor = rule, 1.0
+    inner = rule
+    factor = 1.0
     while hasattr(inner, "rule"):
         factor *= 1 - getattr(inner, "beta", 0.0)
         inner = inner.rule

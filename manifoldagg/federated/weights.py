@@ -188,7 +188,8 @@ class Weights:
             return self
         before = max(found or 0, 0)
         histogram = self.bit_length_histogram
-        digits, away = samples.bit_length(), None if found is None else before.bit_length()
+        digits = samples.bit_length()
+        away = None if found is None else before.bit_length()
         if digits != away:
             histogram = _update_histogram(histogram, digits, away)
         total = self.total if self.kind == "given" else self.total - before + samples

@@ -137,7 +137,8 @@ class Operands:
         operands.device = self.device
         operands.lengths = self.lengths
         operands.described = self.described
-        operands.plus, operands.minus = tuple(plus), tuple(minus)
+        operands.plus = tuple(plus)
+        operands.minus = tuple(minus)
         operands.distinct = tuple({id(row): row for row in (*plus, *minus) if row is not None}.values())
         return operands
 
@@ -171,7 +172,8 @@ class Operands:
         elif isinstance(row, tuple) and row:
             tensors = row if isinstance(row, TensorList) else TensorList(row)
             with suppress(TypeError, AttributeError):  # an entry is not a tensor
-                device, size = tensors.device, tensors.size
+                device = tensors.device
+                size = tensors.size
                 if self.device is NO_DEVICE and device is not None:
                     self.size = size
                     self.device = device

@@ -45,7 +45,8 @@ def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
     """
     names = [name for model in accesses for name in model.names]
     borders = np.cumsum([0, *(len(model.names) for model in accesses)])
-    ranges, positions = [], []
+    ranges = []
+    positions = []
     tensors: list[Tensor] = []
     for model, start in zip(accesses, borders, strict=False):
         for row in model.writes:
@@ -64,7 +65,9 @@ def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
     order = order[high[order] > low[order]]  # Empty tensors do not occupy memory.
     if not len(order):
         return
-    low, high, position = low[order], high[order], np.concatenate(positions)[order]
+    low = low[order]
+    high = high[order]
+    position = np.concatenate(positions)[order]
     shared = np.flatnonzero(high[:-1] > low[1:])
     if len(shared):
         name = names[max(position[shared[0]], position[shared[0] + 1])]

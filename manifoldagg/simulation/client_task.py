@@ -128,7 +128,9 @@ def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] | None = 
         >>> torch.equal(run_task(task).points, run_task(task).points)
         True
     """
-    federation, trainer, (client, nth) = task.federation, task.trainer, task.task_id
+    federation = task.federation
+    trainer = task.trainer
+    client, nth = task.task_id
     generator = federation.generator(client, nth)
     _MODEL_CACHE.prepare(federation)
     space = _MODEL_CACHE.space
@@ -176,7 +178,8 @@ def _map_tensors(tensors: Mapping[str, Tensor], function: Callable[[Tensor], Ten
 
 def _copy_message(message: Message) -> Message:
     """Return a copy of a message for one client, because messages of the same version share tensors."""
-    tensors, buffers = _map_tensors(message.tensors, _copy), _map_tensors(message.buffers, _copy)
+    tensors = _map_tensors(message.tensors, _copy)
+    buffers = _map_tensors(message.buffers, _copy)
     return replace(message, start=_copy(message.start), tensors=tensors, buffers=buffers)
 
 

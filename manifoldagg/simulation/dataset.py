@@ -212,7 +212,8 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.from_numpy(self.generator.permutation(self.samples))
         for index in order.split(self.size):
-            inputs, labels = self.inputs[index], self.labels[index]
+            inputs = self.inputs[index]
+            labels = self.labels[index]
             if self.augment is not None and self.augment_generator is not None:
                 inputs, labels = _check_augmented(self.augment(inputs, labels, self.augment_generator), len(index))
             yield inputs, labels
@@ -231,9 +232,11 @@ def checksum(*parts: Tensor | np.ndarray) -> int:
     return value
 
 
-SPLIT_STREAM, BATCH_STREAM, AUGMENT_STREAM = 0, 2, 7
-"""Independent streams of random numbers under one seed; others are in `event_loop` and
-`federated.clients.determinism`."""
+# Each stream is an independent sequence of random numbers under the seed of a run. The modules `simulation.event_loop`
+# and `federated.clients.determinism` define the other streams.
+SPLIT_STREAM = 0
+BATCH_STREAM = 2
+AUGMENT_STREAM = 7
 
 
 class TaskId(NamedTuple):
@@ -369,7 +372,8 @@ class FederatedDataset:
         """Return a client's minibatches for a task. They depend only on seed, client and `task_index`."""
         part = torch.from_numpy(self.train[client])
         generator = np.random.default_rng([self.seed, BATCH_STREAM, client, task_index])
-        augment, source = self.dataset.augment, None
+        augment = self.dataset.augment
+        source = None
         if augment is not None:
             words = np.random.SeedSequence([self.seed, AUGMENT_STREAM, client, task_index])
             source = torch.Generator().manual_seed(int(words.generate_state(1, np.uint64)[0] >> np.uint64(1)))

@@ -54,7 +54,8 @@ class Evaluator:
     def evaluate(self, model: Mapping[str, Tensor], samples: slice = slice(None)) -> SampleStatistics:
         """Evaluate a state dict in one pass, on the given range of the held-out samples."""
         self._model.load_state_dict(model)
-        inputs, labels = self._inputs[samples].split(EVAL_BATCH_SIZE), self._labels[samples].split(EVAL_BATCH_SIZE)
+        inputs = self._inputs[samples].split(EVAL_BATCH_SIZE)
+        labels = self._labels[samples].split(EVAL_BATCH_SIZE)
         functions = dict.fromkeys(metric.statistics for metric in self._metrics.values())
         losses: list[Tensor] = []
         statistics: dict[Callable[[Tensor, Tensor], Tensor], list[Tensor]] = {function: [] for function in functions}

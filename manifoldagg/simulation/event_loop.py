@@ -24,8 +24,12 @@ from manifoldagg.simulation.schedulers import (
 
 __all__ = ["CompletionEvent", "DispatchEvent", "DropoutEvent", "EventLoop", "SimulationEvent", "build_event_loop"]
 
-SCHEDULER_STREAM, DELAY_STREAM, AVAILABILITY_STREAM, SAMPLING_STREAM = 1, 4, 5, 6
-"""Independent random streams of the seed of a federation. Further streams are in `federated_dataset`."""
+# Each stream is an independent sequence of random numbers under the seed of a run. The modules `simulation.dataset` and
+# `federated.clients.determinism` define the other streams.
+SCHEDULER_STREAM = 1
+DELAY_STREAM = 4
+AVAILABILITY_STREAM = 5
+SAMPLING_STREAM = 6
 
 
 class DispatchEvent(NamedTuple):

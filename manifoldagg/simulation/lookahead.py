@@ -12,8 +12,10 @@ from manifoldagg.simulation.event_loop import DispatchEvent, DropoutEvent, Event
 
 __all__ = ["Lookahead"]
 
-RECOPY_FACTOR, CLIENTS_PER_EVENT = 4, 64
-"""A wrong copy is replaced after a quarter of the events that it cost. Copying 64 clients costs one event."""
+RECOPY_FACTOR = 4
+"""The number of copied events that one event of the run pays for. A wrong copy is replaced when its cost is paid."""
+CLIENTS_PER_EVENT = 64
+"""The number of clients whose copy costs as much as one event."""
 
 
 class Lookahead:
@@ -81,7 +83,9 @@ class Lookahead:
         if self._copy is None:
             return
         if (self._predicted.popleft() if self._predicted else self._advance(value)) != (task_id, value):
-            self._copy, self._predicted, self._order = None, deque(), {}
+            self._copy = None
+            self._predicted = deque()
+            self._order = {}
 
     def _advance(self, value: float | bool | None = None) -> tuple[TaskId, float | bool] | None:
         """Process the next event of the copy with the given value, or with an assumed value.

@@ -70,7 +70,8 @@ def write_trace(path: Path | str, records: Iterable[TaskRecord[Any]]) -> None:
         ArgumentError: if the file cannot be written, or if the name of a client is a string that would be read as an
             integer.
     """
-    path, records = Path(path), check_records(records)
+    path = Path(path)
+    records = check_records(records)
     for record in records:
         if isinstance(record.client, str) and parse_client(record.client) != record.client:
             raise ArgumentError(f"records: expected names that are not integers, got {record.client!r}")

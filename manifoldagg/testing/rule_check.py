@@ -96,7 +96,8 @@ def check_rule(
     cases = [
         RuleCase(rule, chosen, seed, num_updates, num_points, known, make_payload, by_tensor) for seed in range(seeds)
     ]
-    findings, omitted = [], {}
+    findings = []
+    omitted = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _check_model_moves(cases[0])

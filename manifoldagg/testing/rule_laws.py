@@ -79,7 +79,8 @@ def needs_flat_tensors(case: RuleCase) -> str:
 @rule_law()
 def step_is_pure(case: RuleCase) -> str:
     """Equal inputs of `step` give bitwise equal results, and `step` does not write to its inputs except `out`."""
-    rule, space = case.rule, case.space
+    rule = case.rule
+    space = case.space
     run = case.direct_run()
     first_results = []
     for index in range(case.num_updates):
@@ -123,7 +124,8 @@ def nothing_is_aliased(case: RuleCase) -> str:
     There is one exception: a new state may share memory with the previous state, and a new client state with the
     previous client state, because rules do not modify states in place.
     """
-    rule, space = case.rule, case.space
+    rule = case.rule
+    space = case.space
     start = case.start.clone()
     if violation := shared_memory({"the initial state": rule.init(space, start)}, {"the start": start}):
         return violation
@@ -157,7 +159,8 @@ def rejection_changes_nothing(case: RuleCase) -> str:
     - An update near the largest finite number may be rejected or accepted.
     - A private rule does not reject points that are not finite. It replaces such an update by a zero update.
     """
-    run, twin = case.server_run(), case.server_run()
+    run = case.server_run()
+    twin = case.server_run()
     is_private = getattr(case.rule, "is_private", False)
     for index in range(case.num_updates):
         ticket, payload = run.next_task()
@@ -205,7 +208,8 @@ def aggregate_equals_server(case: RuleCase) -> str:
 @rule_law(needs_flat_tensors)
 def results_do_not_depend_on_the_split_into_tensors(case: RuleCase) -> str:
     """The results do not depend on how the entries of a model are split into tensors."""
-    size, dtype = case.start.numel(), case.start.dtype
+    size = case.start.numel()
+    dtype = case.start.dtype
     expected: Any = None
     for sizes in ([size], [size // 3, size - size // 3], [1] * size):
         named = {str(i): torch.zeros(part, dtype=dtype) for i, part in enumerate(sizes) if part}
@@ -384,7 +388,8 @@ def _aggregator_resumes(case: RuleCase, space: ParameterSpace, run: ServerRun, c
     for client, task in tasks:
         aggregator.checkout(client, task)
     play(aggregator, 0, count, tasks)
-    saved, pending = aggregator.state(), [*tasks]
+    saved = aggregator.state()
+    pending = [*tasks]
     expected = play(aggregator, count, case.num_updates, tasks)
     other = make()
     other.load(saved)

@@ -45,7 +45,8 @@ def first_difference(name: str, expected: Any, found: Any) -> str:
         expected, found = torch.from_numpy(expected), torch.from_numpy(found)
     if isinstance(expected, Tensor):
         return _tensor_difference(name, expected, found)
-    branches, others = _branches(expected), _branches(found)
+    branches = _branches(expected)
+    others = _branches(found)
     if branches is None or others is None:
         return "" if _equal_values(expected, found) else f"{name} is {found!r} instead of {expected!r}"
     if branches.keys() != others.keys():
@@ -127,7 +128,8 @@ def _equal_values(a: Any, b: Any) -> bool:
 
 def _tensor_difference(name: str, expected: Tensor, found: Tensor) -> str:
     for what in ("shape", "dtype"):
-        expected_value, found_value = getattr(expected, what), getattr(found, what)
+        expected_value = getattr(expected, what)
+        found_value = getattr(found, what)
         if expected_value != found_value:
             return f"{name} has the {what} {found_value} instead of {expected_value}"
     if not expected.numel():

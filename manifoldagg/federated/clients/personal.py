@@ -15,8 +15,10 @@ from manifoldagg.manifolds.layout import tensors_of
 
 __all__ = ["load_personal", "train_personal"]
 
-PERSONAL, INNER = "personal", "trainer"
-"""The keys of the client state. The values are the personal tensors by name, and the trainer's own client state."""
+PERSONAL = "personal"
+"""The key of the personal tensors in the client state."""
+INNER = "trainer"
+"""The key of the trainer's own client state in the client state."""
 
 
 def train_personal(
@@ -39,7 +41,8 @@ def train_personal(
         ArgumentError: if the client state comes from a task without `personal`, or if the rule or the trainer exchanges
             additional tensors. Such tensors have the size of the shared model, and the personal part would be missing.
     """
-    whole, space = ParameterSpace.of(model), ParameterSpace.of(model, personal=personal)
+    whole = ParameterSpace.of(model)
+    space = ParameterSpace.of(model, personal=personal)
     if message.tensors:
         raise ArgumentError(
             f"personal: expected (), as the rule sends the tensors {short_repr(sorted(message.tensors))}"

@@ -148,7 +148,8 @@ class HeLoCo(ServerRule):
             ... )
             (1.0, 0.5)
         """
-        size, length = safe_sqrt(update_square), safe_sqrt(momentum_square)
+        size = safe_sqrt(update_square)
+        length = safe_sqrt(momentum_square)
         if size == 0 or length == 0:
             return 1.0, 0.0
         c = max(-1.0, min(1.0, product / size / length))

@@ -44,7 +44,8 @@ __all__ = [
     "inferred_space",
 ]
 
-CURRENT, BASE = "current: ", "base: "
+CURRENT = "current: "
+BASE = "base: "
 INIT_NAMES = {"space": "current", "start": "current"}
 STEP_NAMES = {"points": "update", "space": "current"}
 """Mappings from the argument names of a rule's methods to those of `aggregate`. Error messages contain the latter."""
@@ -255,14 +256,18 @@ def aggregate_step(
         current, base, update, out = [_shared(space, model) for model in (current, base, update, out)]
     with torch.no_grad():
         inputs = _read_inputs(rule, current, base, update, info, space)
-        plan, space, here = inputs.plan, inputs.space, inputs.points[0]
+        plan = inputs.plan
+        space = inputs.space
+        here = inputs.points[0]
         target = None
         memory = None if plan.uses_tensor_lists else empty_like(here)
         if out is not None:
             target, memory = _open_target(inputs, out, memory)
         kept = AggregateState.of(state)
         before, received = _step_inputs(inputs, info, kept)
-        newest, start, now = inputs.models[f"{inputs.name}: "], inputs.models[BASE], inputs.models[CURRENT]
+        newest = inputs.models[f"{inputs.name}: "]
+        start = inputs.models[BASE]
+        now = inputs.models[CURRENT]
         hint = None if info.difference else f"pass {difference_option} for a difference"
         warn_about_update(inputs.name, space, newest, start, now, hint)
         try:

@@ -125,7 +125,8 @@ class Subscription:
 
 def make_receipt(applied: AppliedUpdate) -> Receipt:
     """Return the receipt of an accepted update."""
-    update, numbers = applied.update, applied.outcome.numbers
+    update = applied.update
+    numbers = applied.outcome.numbers
     return Receipt(
         accepted=True,
         reason="",

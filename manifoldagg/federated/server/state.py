@@ -120,7 +120,8 @@ class ServerState(NamedTuple):
             BusyError: if `max_in_flight` tickets are in flight.
         """
         self.check_capacity()
-        tickets, now = self.tickets, ticket.issued_at
+        tickets = self.tickets
+        now = ticket.issued_at
         if now < self.last_issued_at:  # The clock was set back. `without_expired` requires tickets in order of time.
             for name in [name for name, other in tickets.items() if other.issued_at > now]:
                 tickets = tickets.set(name, tickets[name]._replace(issued_at=now))
@@ -192,12 +193,16 @@ class ServerState(NamedTuple):
         Raises:
             SpillError: if the spill file of the base or of the client state was altered.
         """
-        client, current = ticket.client, self.model_state.current
+        client = ticket.client
+        current = self.model_state.current
         if recorded is None:
             samples = self.weights.capped(client, payload.samples)
-            weight, share = self.weights.weight(client, samples), self.weights.share(client, samples)
+            weight = self.weights.weight(client, samples)
+            share = self.weights.share(client, samples)
         else:
-            samples, weight, share = recorded["samples"], recorded["weight"], recorded["share"]
+            samples = recorded["samples"]
+            weight = recorded["weight"]
+            share = recorded["share"]
         base: Any = payload.base if ticket.base_key is None else self.store.load(ticket.base_key)
         return Update(
             client=client,
@@ -248,7 +253,8 @@ class ServerState(NamedTuple):
 
     def _with_acceptance(self, applied: AppliedUpdate, receipt: Receipt, row: HistoryRow) -> "ServerState":
         """Add the journal record and the event of an accepted update to the state."""
-        ticket, update = applied.ticket, applied.update
+        ticket = applied.ticket
+        update = applied.update
         state = self.with_log_record(
             "accepted",
             applied.payload,

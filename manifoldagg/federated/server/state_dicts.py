@@ -57,9 +57,11 @@ def model_space(
 
     The arguments are as in `Server.of`. If `is_resumed`, error messages refer to `Server.resume` instead.
     """
-    kinds, usage = "a torch.nn.Module or a state dict", "Server.of(model, rule)"
+    kinds = "a torch.nn.Module or a state dict"
+    usage = "Server.of(model, rule)"
     if is_resumed:
-        kinds, usage = "a torch.nn.Module, a state dict or a Manifold", "Server.resume(path, model, rule)"
+        kinds = "a torch.nn.Module, a state dict or a Manifold"
+        usage = "Server.resume(path, model, rule)"
     if not isinstance(model, torch.nn.Module | Mapping):
         raise ArgumentError(f"model: expected {kinds}, got {short_repr(model)}; write {usage}")
     with renamed_arguments(MODEL_NAMES):

@@ -177,7 +177,8 @@ def _with_safe_errors(decode: Callable[..., T], *args: Any) -> T:
 def _have_same_model(a: Ticket, b: Ticket) -> bool:
     if a.version != b.version or not _are_equal(a.message.start, b.message.start):
         return False
-    ours, theirs = a.message.buffers, b.message.buffers
+    ours = a.message.buffers
+    theirs = b.message.buffers
     return ours.keys() == theirs.keys() and all(_are_equal(ours[name], theirs[name]) for name in ours)
 
 

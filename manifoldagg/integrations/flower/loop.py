@@ -231,7 +231,8 @@ class TrainingLoop(Strategy):
         self._dispatcher.open(make_sampler)
 
     def _run_round(self, grid: Grid, timeout: float, evaluate_fn: EvaluateFn | None) -> None:
-        number, began = self._rounds.count + 1, time.monotonic()
+        number = self._rounds.count + 1
+        began = time.monotonic()
         LOG.info("")
         LOG.info("[ROUND %d/%d]", number, self._num_rounds)
         config = self._train_config

@@ -116,7 +116,9 @@ class Nodes(Generic[Work]):
         hurried = found.next_queue is found.priority_queue
         self.discard(node)
         found.last_was_priority = hurried
-        found.message_id, found.work, found.wait_until = message_id, work, deadline
+        found.message_id = message_id
+        found.work = work
+        found.wait_until = deadline
         self._node_by_message[message_id] = node
 
     def discard(self, node: int) -> None:
@@ -135,7 +137,9 @@ class Nodes(Generic[Work]):
         found = self._nodes[node]
         work = found.work
         assert work is not None
-        found.message_id, found.work, found.wait_until = "", None, now
+        found.message_id = ""
+        found.work = None
+        found.wait_until = now
         if succeeded:
             found.failures = 0
         else:

@@ -118,7 +118,8 @@ def build_server(
             space = ParameterSpace.of_state_dict(state, personal=personal)
         else:
             space = ParameterSpace.of(module, personal=personal)
-        start, carried = space.point(source), space.buffers(source)
+        start = space.point(source)
+        carried = space.buffers(source)
     except ManifoldAggError as error:
         raise ArgumentError(f"initial_arrays: {error}") from error
     space.layout.check_parameters("initial_arrays" if module is None else "model")

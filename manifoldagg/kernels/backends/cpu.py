@@ -68,7 +68,8 @@ def origin() -> str:
     path = Path(_require_library()._name)
     if path.parent == SOURCE.parent:
         return f"as shipped for {path.stem.removeprefix('native-')}"
-    system, machine = platform.system(), platform.machine()
+    system = platform.system()
+    machine = platform.machine()
     tested = (system, machine) == TESTED_PLATFORM
     return "built on this machine" if tested else f"built on this machine, untested on {system} {machine}"
 

@@ -226,7 +226,8 @@ class LoadedCheckpoint:
         difference = first_difference(label, self._tree["space"], fingerprint(label, space))
         if difference is not None:
             raise CheckpointError(f"{self.path}: {difference}")
-        saved, given = self._tree["rule"], fingerprint("rule", rule)
+        saved = self._tree["rule"]
+        given = fingerprint("rule", rule)
         difference = rule_difference(saved, given, replace=replace)
         if difference is None and not replace:
             difference = first_difference("clock", self._tree["clock"], qualified_name("clock", clock))
@@ -288,7 +289,8 @@ class LoadedCheckpoint:
         closed: PersistentOrderedMap[str, ClosedTicket] = PersistentOrderedMap()
         for name, client, receipt in tree["closed_tickets"]:
             closed = closed.set(name, ClosedTicket(client, Receipt(**receipt)), limits.receipt_cache_size)
-        heads, lines = tree["history"]["heads"], tree["history"]["lines"]
+        heads = tree["history"]["heads"]
+        lines = tree["history"]["lines"]
         # The rows keep their numbers, which start above 0 if the server has discarded older rows.
         first = tree["updates"] - len(lines)
         history: PersistentOrderedMap[int, HistoryRow] = PersistentOrderedMap(first_index=first, next_index=first)

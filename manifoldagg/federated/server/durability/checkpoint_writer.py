@@ -107,7 +107,8 @@ class CheckpointWriter:
             make_snapshot: a function that returns the content of the checkpoint. It is called only if the checkpoint is
                 due.
         """
-        every, new_updates = self._policy, updates - self._last_updates
+        every = self._policy
+        new_updates = updates - self._last_updates
         is_due = every.every_updates is not None and new_updates >= every.every_updates
         if not is_due and every.every_seconds is not None and new_updates > 0:
             is_due = time.monotonic() - self._last_time >= every.every_seconds

@@ -121,7 +121,8 @@ def rule_difference(saved: Tree, current: Tree, *, replace: bool) -> str | None:
         replace: whether another rule is acceptable. The clip and the noise of `Private` cannot be replaced, because the
             privacy loss so far depends on them.
     """
-    privacy, given = _privacy_options(saved), _privacy_options(current)
+    privacy = _privacy_options(saved)
+    given = _privacy_options(current)
     if privacy is not None and given is not None and privacy != given and replace:
         return (
             f"rule: (clip, noise) was {privacy}, got {given}: the privacy loss so far depends on the saved "

@@ -177,12 +177,15 @@ class JournalWriter:
 
         `snapshot` is the state of the server before these records. It is `None` if a checkpoint contains this state.
         """
-        magic, path = os.urandom(8), self.journal.segment_path(first_lsn)
+        magic = os.urandom(8)
+        path = self.journal.segment_path(first_lsn)
         header = {"version": VERSION, "name": self._name, "ancestors": self._ancestors}
         tensor_file.save(path, KIND, {**header, "magic": magic, "first_lsn": first_lsn, "snapshot": snapshot})
         with os_errors(f"{path}: cannot be opened"):
-            end, descriptor = os.path.getsize(path), os.open(path, os.O_RDWR)
-        close, close_previous = close_with(self, descriptor), self._close_segment
+            end = os.path.getsize(path)
+            descriptor = os.open(path, os.O_RDWR)
+        close = close_with(self, descriptor)
+        close_previous = self._close_segment
         self._position = _Position(descriptor, magic, first_lsn, end, first_lsn, first_lsn)
         self._close_segment = close
         self._needs_checkpoint = False
@@ -278,7 +281,8 @@ class JournalWriter:
         self._has_failed = False
 
     def _write(self) -> None:
-        at, log = self._position, self._state.value.pending_log
+        at = self._position
+        log = self._state.value.pending_log
         if at is None or log is None:
             return
         if self._needs_checkpoint:

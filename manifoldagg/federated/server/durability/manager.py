@@ -143,7 +143,8 @@ class DurabilityManager:
 
         The caller must own the update lock and must have passed all versions to the average.
         """
-        core, averaging = self._core, self._core.averaging
+        core = self._core
+        averaging = self._core.averaging
         stored = None if averaging is None else (import_path(type(averaging)), averaging.state())
         rotate = None if self.journal is None else self.journal.rotate
         return ServerSnapshot(core, core.state.value, self._options, core.clock(), stored, rotate)

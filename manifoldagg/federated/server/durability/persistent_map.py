@@ -66,7 +66,8 @@ class PersistentOrderedMap(Mapping[K, V]):
 
         If the new map has more than `limit` keys, its first keys are removed. `None` disables this limit.
         """
-        entries, keys = self.entries.mutate(), self._keys.mutate()
+        entries = self.entries.mutate()
+        keys = self._keys.mutate()
         held = entries.get(key)
         place = self.next_index if held is None else held[0]
         first = self._first if keys else place
@@ -80,7 +81,8 @@ class PersistentOrderedMap(Mapping[K, V]):
 
     def remove(self, *removed: K) -> "PersistentOrderedMap[K, V]":
         """Return the map without some keys. If a key is missing, raise `KeyError`."""
-        entries, keys = self.entries.mutate(), self._keys.mutate()
+        entries = self.entries.mutate()
+        keys = self._keys.mutate()
         for key in removed:
             del keys[entries.pop(key)[0]]
         first = self._first

@@ -118,7 +118,8 @@ class JournalReplay:
         last_use = {record.content["pending"][1]: record.lsn for record in self.records if record.kind == "dispatched"}
         models: dict[int, StoredTree | None] = {}
         for record in self.records:
-            now, content = state.value, record.content
+            now = state.value
+            content = record.content
             version = now.model_state.version
             if record.kind == "accepted":
                 payload = self._payload(record)
@@ -168,7 +169,8 @@ class JournalReplay:
     def _apply(
         self, record: StoredRecord, payload: Payload, apply_update: Callable[[Payload, dict[str, Any]], Receipt]
     ) -> None:
-        place, recorded = f"{record.path}: record {record.lsn}", record.content["receipt"]
+        place = f"{record.path}: record {record.lsn}"
+        recorded = record.content["receipt"]
         try:
             receipt = apply_update(payload, record.content)
         except ManifoldAggError as error:
@@ -211,7 +213,8 @@ def recover(
         return saved, None if journal is None else JournalReplay(*saved.position, saved.time, {})
     assert journal is not None
     segments = [Segment.read(journal.segment_path(first), first) for first in firsts]
-    name, ancestors = segments[-1].header["name"], segments[-1].header["ancestors"]
+    name = segments[-1].header["name"]
+    ancestors = segments[-1].header["ancestors"]
     lineage = [(segment.header["name"], segment.first_lsn) for segment in segments]
     _, lsn, chain = (name, 0, name) if saved is None else saved.position
     lineage += [] if saved is None else [saved.position[:2]]
@@ -220,7 +223,8 @@ def recover(
         raise CheckpointError(f"{journal.path}: {problem}, or to another copy of this server")
     for segment in segments:
         if segment.header["snapshot"] is not None and segment.first_lsn >= lsn:
-            lsn, chain = segment.first_lsn, segment.header["name"]
+            lsn = segment.first_lsn
+            chain = segment.header["name"]
             saved = LoadedCheckpoint(segment.path, segment.header["snapshot"])
     if saved is None:
         raise CheckpointError(f"{path}: does not exist, and the journal {journal.path} does not start with a snapshot")
