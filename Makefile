@@ -1,7 +1,24 @@
-# make demo: the main job.  make test: the whole test suite.  Both make .venv first.
-# make test-packages: what is released, in empty environments; minutes.
-# make test-peft: adapters of the real PEFT, in an environment of its own.
-# make test-flower: real processes of Flower on a loopback of their own; Linux, minutes.
+# Every target creates the environment .venv first.
+#
+# make demo           compare four methods on the digits
+# make test           run the test suite
+# make check          check format, lint and types, and build the documentation
+# make docs           build the documentation in build/site
+# make bench          run the micro-benchmarks
+# make evidence       repeat the experiments of benchmarks/papers
+# make asynchrony     repeat the experiments of benchmarks/asynchrony
+# make release        build the source distribution and the wheels in dist
+# make soak           run the test suite with more examples for each property
+# make sanitize       run the kernel tests with the address and undefined-behaviour sanitizers
+# make screens        save screenshots of five pages of the documentation in build/screens
+#
+# The following tests take minutes. Some of them create further environments.
+#
+# make test-packages  install the released packages in empty environments, and test them
+# make test-flower    start processes of Flower in a separate network namespace (Linux only)
+# make test-hosts     run the recipes for FLGo, APPFL and NVFlare
+# make test-peft      average adapters of PEFT
+# make test-diloco    run the outer optimiser with torchft
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -25,7 +42,7 @@ test-packages: .venv/.installed
 test-peft: .venv/.installed
 	$(BIN)/python benchmarks/peers/peft_tests.py
 
-# torchft in an environment of its own, beside the packages of .venv.
+# The environment of torchft also imports the packages of .venv.
 test-diloco: .venv/.installed
 	$(PYTHON) -m venv build/torchft
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > "$$(build/torchft/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/beside.pth"
@@ -42,8 +59,9 @@ check: .venv/.installed
 docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
-# What each method is worth (benchmarks/papers/README.md), by what is in the folder DATA: hours, and it goes on where it
-# was stopped. A part for each table and script: make -j2 evidence DATA=...; make evidence-digits.
+# The experiments of benchmarks/papers/README.md take hours. An interrupted command resumes when it is called again. The
+# folder DATA contains the data sets. Each table and each script has its own target:
+# make -j2 evidence DATA=folder; make evidence-digits DATA=folder
 TABLES := $(shell sed -n 's/^\[\([a-z].*\)\]$$/\1/p' benchmarks/papers/evidence.toml | grep -v defaults)
 SCRIPTS := corrections curved routing adapters
 EVIDENCE := benchmarks/results/papers
@@ -57,7 +75,7 @@ evidence: $(TABLES:%=evidence-%) $(SCRIPTS:%=evidence-%)
 	$(BIN)/python benchmarks/papers/tables.py
 
 build/data:
-	@[ -d "$(DATA)" ] || { echo "where are the data? make evidence DATA=folder"; exit 2; }
+	@[ -d "$(DATA)" ] || { echo "DATA: expected the folder of the data sets: make evidence DATA=folder"; exit 2; }
 	mkdir -p build && ln -s "$$(realpath "$(DATA)")" $@
 
 $(SCRIPTS:%=evidence-%): evidence-%: .venv/.installed | build/data
@@ -69,13 +87,12 @@ $(TABLES:%=evidence-%): evidence-%: .venv/.installed | build/data
 $(ASYNCHRONY:%=evidence-%): evidence-%: .venv/.installed | build/data
 	OMP_NUM_THREADS=1 $(BIN)/manifoldagg compare --config benchmarks/asynchrony/runs.toml --only $* --out benchmarks/results/asynchrony --resume
 
-# What is uploaded, in dist/: the source, a wheel for anywhere, and one for Linux on x86-64 with the compiled kernels in it.
+# The source distribution, a wheel for all platforms, and a wheel for Linux on x86-64 with compiled kernels.
 release: .venv/.installed
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
 	HATCH_BUILD_HOOKS_ENABLE=true $(BIN)/uv build --wheel --build-constraints constraints.txt --out-dir dist .
 
-# Five pages as a browser shows them, in build/screens/.
 screens: .venv/.installed
 	$(BIN)/pytest tests/test_site.py --basetemp=build/screens
 

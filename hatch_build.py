@@ -1,8 +1,9 @@
-"""The wheel for Linux on x86-64 (`make release`): the compiled kernels for two levels of the processor lie in it.
+"""Build hook of Hatch for the Linux x86-64 wheel, which contains the compiled CPU kernels.
 
-They are built by Zig's clang, a package of PyPI, against the glibc of 2012 and with the C++ library inside: the same
-bytes on whatever machine they are built, and nothing but glibc is asked for where they are loaded. Everything else
-builds a wheel without them, which asks for no compiler.
+`make release` runs the hook. It compiles the kernels for two levels of the x86-64 instruction set. The compiler is the
+clang of Zig, which is a package on PyPI. The libraries need glibc 2.17 or newer and no C++ library, and their bytes do
+not depend on the machine that builds them. All other builds produce a wheel without compiled kernels and need no
+compiler.
 """
 
 import subprocess
@@ -19,11 +20,11 @@ LEVELS = ("x86_64_v3", "x86_64_v4")
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-s")
 GLIBC = (2, 17)
 EXPORTS = "{ global: manifoldagg_*; local: *; };"
-"""Neither operators nor the C++ library meet those of the process that loads it."""
+"""The version script of the linker. It hides all other symbols, which could clash with symbols of the process."""
 
 
 def build(sources: Sequence[Path], folder: Path) -> list[Path]:
-    """Build a library of the sources for each level, in a folder."""
+    """Compile the sources into one shared library for each level, and return the paths of the libraries."""
     exports = folder / "exports"
     exports.write_text(EXPORTS)
     target = ("-target", "x86_64-linux-gnu.{}.{}".format(*GLIBC), f"-Wl,--version-script={exports}")
@@ -35,21 +36,24 @@ def build(sources: Sequence[Path], folder: Path) -> list[Path]:
 
 
 class Libraries(BuildHookInterface[Any]):
-    """Puts them beside their source."""
+    """Hook that adds the compiled libraries to a wheel, next to their sources."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Nothing is written into the checkout; an editable installation builds its own at first use."""
+        """Compile the libraries in a temporary folder, except for an editable installation.
+
+        An editable installation compiles the kernels when they are used for the first time.
+        """
         if version == "editable":
             return
         self.folder = tempfile.TemporaryDirectory()
-        beside = Path("manifoldagg", "kernels", "backends")
-        sources = [Path(self.root, beside, name) for name in SOURCES]
+        target = Path("manifoldagg", "kernels", "backends")
+        sources = [Path(self.root, target, name) for name in SOURCES]
         for path in build(sources, Path(self.folder.name)):
-            build_data["force_include"][str(path)] = str(beside / path.name)
+            build_data["force_include"][str(path)] = str(target / path.name)
         build_data["pure_python"] = False
         build_data["tag"] = "py3-none-manylinux_{}_{}_x86_64".format(*GLIBC)
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """What was built lies in the wheel by now."""
+        """Delete the temporary folder, after the wheel has been written."""
         if version != "editable":
             self.folder.cleanup()
