@@ -22,12 +22,13 @@ SILENT = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""What Flower and Ray are told."""
+"""Environment variables that disable telemetry and update checks of Flower and Ray."""
 NAMESPACE = (
     *("setpriv", "--pdeathsig", "KILL"),
     *("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"),
 )
-"""Before a command: it has no network but a loopback that is down, and all its processes end with it, or with us."""
+"""The prefix of a command that runs without a network. Its loopback interface is down until `raise_loopback`. All its
+processes end with the command, and with this process."""
 
 
 def environment(name: str) -> Path:
@@ -44,7 +45,7 @@ def environment(name: str) -> Path:
     made = folder / "made.txt"
     python = folder / "bin" / "python"
     if not (made.exists() and made.read_text().splitlines() == asked):
-        print(f"making the environment of {name}", file=sys.stderr, flush=True)
+        print(f"creating the environment {name}", file=sys.stderr, flush=True)
         venv.create(folder, clear=True, with_pip=True)
         install = [python, "-m", "pip", "install", "--quiet", "--quiet", "--disable-pip-version-check"]
         whole = [line for line in asked if not line.startswith(BARE)]
@@ -66,6 +67,6 @@ def alone() -> bool:
 
 
 def raise_loopback() -> None:
-    """`ip link set lo up`."""
+    """Enable the loopback interface, as `ip link set lo up` does."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, 0x8914, struct.pack("16sh14x", b"lo", 0x1 | 0x40))  # SIOCSIFFLAGS: up and running

@@ -1,4 +1,4 @@
-"""Flower's real processes on a loopback of their own: SuperLink, SuperNodes, `flwr run`, and what is done to them."""
+"""A Flower deployment for tests: the processes of a SuperLink, of SuperNodes and of `flwr run` on the loopback."""
 
 import contextlib
 import os
@@ -10,35 +10,40 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-__all__ = ["Deployment", "until"]
+__all__ = ["Deployment", "wait_until"]
 
 BIN = Path(sys.executable).parent
 
 
-def until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Wait for it.
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Wait until a condition is true.
+
+    Args:
+        condition: a function that returns whether the condition is true.
+        seconds: the longest time to wait.
+        what: a description of the condition for the error message.
 
     Raises:
-        AssertionError: when the time is over.
+        AssertionError: if the condition is still false after `seconds`.
     """
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
+        assert time.monotonic() < end, f"{what}: expected within {seconds:g} s"
         time.sleep(0.05)
 
 
 def listens(port: int) -> bool:
-    """Whether somebody does, on the loopback."""
-    with socket.socket() as tried:
-        return tried.connect_ex(("127.0.0.1", port)) == 0
+    """Return whether a process listens on a port of the loopback interface."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 class Deployment:
-    """Processes that end with it, whatever happens; what they say is in files.
+    """The processes of a deployment, which are killed at the end of a `with` block.
 
     Args:
-        folder: for Flower's home, the apps and the logs.
-        flower: its version.
+        folder: the folder for the home of Flower, the apps and the log files.
+        flower: the version of Flower.
     """
 
     def __init__(self, folder: Path, flower: tuple[int, ...]) -> None:
@@ -64,8 +69,8 @@ class Deployment:
         for process in self._processes.values():
             process.wait()
 
-    def begin(self, name: str, *command: str) -> None:
-        """A process, with all that it starts in a group of its own."""
+    def start(self, name: str, *command: str) -> None:
+        """Start a process in a new process group."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [BIN / command[0], *command[1:]],
@@ -78,7 +83,7 @@ class Deployment:
             )
 
     def superlink(self) -> None:
-        """Flower's server, until it listens."""
+        """Start the SuperLink, and wait until it listens."""
         where = (
             ["--host", "127.0.0.1", "--port", "8000"]
             if self.http
@@ -88,26 +93,26 @@ class Deployment:
                 for word in (f"--{name}-api-address", f"127.0.0.1:{port}")
             ]
         )
-        self.begin("superlink", "flower-superlink", "--insecure", *where)
-        until(lambda: listens(8000 if self.http else 9093), 60, "the SuperLink")
+        self.start("superlink", "flower-superlink", "--insecure", *where)
+        wait_until(lambda: listens(8000 if self.http else 9093), 60, "the SuperLink")
 
     def supernode(self, number: int, nodes: int) -> None:
-        """One of Flower's clients."""
+        """Start a SuperNode."""
         link = "127.0.0.1:8000" if self.http else "127.0.0.1:9092"
         port = 9100 + number
         where = ["--port", str(port)] if self.http else ["--clientappio-api-address", f"127.0.0.1:{port}"]
         settings = f"partition-id={number} num-partitions={nodes}"
-        self.begin(
+        self.start(
             f"node-{number}",
             *("flower-supernode", "--insecure", "--superlink", link, *where, "--node-config", settings),
         )
 
     def send(self, name: str, number: signal.Signals) -> None:
-        """To a process and all that it started."""
+        """Send a signal to a process and to its child processes."""
         _signal(self._processes[name], number)
 
     def flwr_run(self, app: Path, where: str, config: Mapping[str, object], *more: str) -> None:
-        """Submit an app; in a simulation of an older Flower, to its end."""
+        """Submit an app. For a simulation with an older Flower, also wait for its end."""
         words = " ".join(
             f'{key}="{value}"' if isinstance(value, str) else f"{key}={value}" for key, value in config.items()
         )
@@ -134,11 +139,11 @@ class Deployment:
         assert done.returncode == 0, f"flwr run: {done.stdout}{done.stderr}"
 
     def alive(self, name: str) -> bool:
-        """Whether a process has not ended."""
+        """Return whether a process is running."""
         return self._processes[name].poll() is None
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To a process and all that it started, if they are there."""
+    """Send a signal to the process group of a process, if the group exists."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)

@@ -1,7 +1,7 @@
-"""Unmodified torchft with two replicas, each a process of its own, whose outer optimiser is ours; on the loopback.
+"""Train with DiLoCo of torchft in two processes, with `optim.Outer` as the outer optimiser: `make test-diloco`.
 
-`make test-diloco` makes an environment for it and runs this file. Both replicas have to end with the same model, the one
-that SGD with Nesterov momentum makes of the same pseudo-gradients, or with a lower loss for the rules that SGD is not.
+Both replicas must end with the same model. With the rule `Momentum`, this model must equal the model of `torch.optim.SGD`
+with Nesterov momentum. With `HeLoCo`, the loss must decrease. The processes communicate over the loopback interface.
 """
 
 import argparse
@@ -22,9 +22,11 @@ from manifoldagg.federated.rules import ASGD, HeLoCo, Momentum
 from manifoldagg.optim import Outer
 
 CALL_TIMEOUT = timedelta(seconds=60)
-"""Of one call of torchft's."""
-START_TIMEOUT, RUN_TIMEOUT = 300, 600
-"""Seconds until both replicas are there, and for a whole run."""
+"""The timeout of one call of torchft."""
+START_TIMEOUT = 300
+"""The seconds until both replicas have started."""
+RUN_TIMEOUT = 600
+"""The seconds of a complete run."""
 ROUNDS = 6
 OUTER = {
     "torch.optim.SGD": lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True),
@@ -33,9 +35,10 @@ OUTER = {
 }
 
 
-def replica(number, lighthouse, name, fragments, together, results):
-    # On a busy machine one may come up long after the other, whom the lighthouse then refuses for want of a quorum.
-    together.wait(START_TIMEOUT)
+def replica(number, lighthouse, name, fragments, barrier, results):
+    # On a busy machine, one replica can start much later. Without the barrier, the lighthouse would reject the first one,
+    # because there is no quorum yet.
+    barrier.wait(START_TIMEOUT)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     layers = [nn.Linear(4, 3), nn.Linear(3, 1)]
@@ -75,19 +78,20 @@ def replica(number, lighthouse, name, fragments, together, results):
     manager.shutdown(wait=False)
 
 
-def trained(name, fragments):
-    """The models of both replicas, and their losses."""
+def train(name, fragments):
+    """Train two replicas, and return their models and losses."""
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=5000)
     address = lighthouse.address().replace(lighthouse.address().split("//")[1].split(":")[0], "127.0.0.1")
     context = multiprocessing.get_context("spawn")
-    results, together = context.Queue(), context.Barrier(2)
+    results = context.Queue()
+    barrier = context.Barrier(2)
     processes = [
-        context.Process(target=replica, args=(i, address, name, fragments, together, results)) for i in range(2)
+        context.Process(target=replica, args=(i, address, name, fragments, barrier, results)) for i in range(2)
     ]
     try:
         for process in processes:
             process.start()
-        found = sorted(collected(results, processes))
+        found = sorted(collect(results, processes))
         for process in processes:
             process.join(10)
     finally:
@@ -97,22 +101,22 @@ def trained(name, fragments):
     return [model for _, model, _ in found], [losses for *_, losses in found]
 
 
-def collected(results, processes):
-    """What each replica found; nobody is waited for when one has died."""
+def collect(results, processes):
+    """Return the results of all replicas. Exit if a replica fails, or after `RUN_TIMEOUT` seconds."""
     found = []
-    until = time.monotonic() + RUN_TIMEOUT
+    deadline = time.monotonic() + RUN_TIMEOUT
     while len(found) < len(processes):
         try:
             found.append(results.get(timeout=1))
         except queue.Empty:
             if any(process.exitcode for process in processes):
                 sys.exit("a replica failed")
-            if time.monotonic() > until:
-                sys.exit(f"not done after {RUN_TIMEOUT} s")
+            if time.monotonic() > deadline:
+                sys.exit(f"the replicas did not finish within {RUN_TIMEOUT} s")
     return found
 
 
-def apart(one, other):
+def largest_difference(one, other):
     return max((torch.tensor(a) - torch.tensor(b)).abs().max().item() for a, b in zip(one, other, strict=True))
 
 
@@ -120,17 +124,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fragments", type=int, nargs="*", default=[1, 2])
     for fragments in parser.parse_args().fragments:
-        theirs = trained("torch.optim.SGD", fragments)[0][0]
+        expected = train("torch.optim.SGD", fragments)[0][0]
         for name in ("Momentum", "HeLoCo"):
-            models, losses = trained(name, fragments)
-            between, beside = apart(*models), apart(models[0], theirs)
-            last, first = losses[0][-1], losses[0][0]
+            models, losses = train(name, fragments)
+            between = largest_difference(*models)
+            from_sgd = largest_difference(models[0], expected)
+            first = losses[0][0]
+            last = losses[0][-1]
             print(
-                f"{fragments} fragments, {name}: replicas differ by {between}, from SGD by {beside:.1e}; loss {first:.2f} to {last:.2f}"
+                f"{fragments} fragments, {name}: replicas differ by {between}, from SGD by {from_sgd:.1e}; loss {first:.2f} to {last:.2f}"
             )
-            # Of two fragments one has made steps of its own since it was last in turn.
-            if (fragments == 1 and between != 0) or not last < first or (name == "Momentum" and beside > 1e-5):
-                sys.exit("not as it should be")
+            # With two fragments, the replicas have trained one of them locally since its last synchronisation.
+            if (fragments == 1 and between != 0) or not last < first or (name == "Momentum" and from_sgd > 1e-5):
+                sys.exit(f"{name}: unexpected difference or loss")
 
 
 if __name__ == "__main__":

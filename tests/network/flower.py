@@ -28,15 +28,17 @@ ROOT = HERE.parents[1]
 sys.path.append(str(ROOT / "benchmarks" / "peers"))
 
 import apart  # noqa: E402
-from deployment import Deployment, until  # noqa: E402
+from deployment import Deployment, wait_until  # noqa: E402
 
 VERSIONS = ("flower", "flower-oldest")
 NODES = 8
-LIAR, KILLED, HUNG = 0, 3, 6
-HONEST = [number for number in range(NODES) if number not in (LIAR, KILLED, HUNG)]
-BAR = 0.85
-KINDS = 5
-"""The number of kinds of invalid updates, which the malicious node sends in turn."""
+MALICIOUS = 0
+KILLED = 3
+STOPPED = 6
+HONEST = [number for number in range(NODES) if number not in (MALICIOUS, KILLED, STOPPED)]
+MIN_ACCURACY = 0.85
+NUM_ATTACKS = 5
+"""The number of kinds of invalid updates. The malicious node sends them in turn."""
 TASK_TIMEOUT = 150.0
 
 
@@ -58,9 +60,9 @@ class Trial:
 
     def node(self, number: int) -> str:
         """Return Flower's id of a node."""
-        return str(self.lines(f"asked-{number}")[0]["node"])
+        return str(self.lines(f"received-{number}")[0]["node"])
 
-    def told(self, number: int) -> list[str]:
+    def reasons(self, number: int) -> list[str]:
         """Return the rejection reason of each update of a node; an empty string for an accepted update."""
         return [str(line["reason"]) for line in self.lines("events") if line["client"] == self.node(number)]
 
@@ -78,9 +80,9 @@ class Trial:
         """Request the server to stop."""
         (self._folder / "stop").touch()
 
-    def ended(self, seconds: float) -> dict[str, Any]:
+    def wait_for_result(self, seconds: float) -> dict[str, Any]:
         """Wait for the result, and return it."""
-        until(lambda: self.read("result.json"), seconds, "the end of the run")
+        wait_until(lambda: self.read("result.json"), seconds, "the end of the run")
         return self.read("result.json")
 
 
@@ -90,58 +92,71 @@ def deployment_part(deployment: Deployment, folder: Path) -> None:
     deployment.superlink()
     for number in range(NODES):
         deployment.supernode(number, NODES)
-    failing = {"liar": LIAR, "killed": KILLED, "hung": HUNG, "task_timeout": TASK_TIMEOUT}
+    failing = {"malicious": MALICIOUS, "killed": KILLED, "stopped": STOPPED, "task_timeout": TASK_TIMEOUT}
     trial.run(deployment, "trial", nodes=NODES, least=NODES, **failing)
 
-    until(lambda: len(trial.lines(f"asked-{KILLED}")) == 2, 300, "a second task of the node that is killed")
+    wait_until(lambda: len(trial.lines(f"received-{KILLED}")) == 2, 300, "the second task of the node to kill")
     deployment.send(f"node-{KILLED}", signal.SIGKILL)
-    until(lambda: len(trial.lines(f"asked-{HUNG}")) == 2, 300, "a second task of the node that is stopped")
-    deployment.send(f"node-{HUNG}", signal.SIGSTOP)
-    tell("one killed, one stopped")
-    until(
-        lambda: trial.node(HUNG) not in trial.read("status.json")["out"], 2 * TASK_TIMEOUT, "the end of a stopped task"
+    wait_until(lambda: len(trial.lines(f"received-{STOPPED}")) == 2, 300, "the second task of the node to stop")
+    deployment.send(f"node-{STOPPED}", signal.SIGSTOP)
+    log("killed one node and stopped one node")
+    wait_until(
+        lambda: trial.node(STOPPED) not in trial.read("status.json")["in_flight"],
+        2 * TASK_TIMEOUT,
+        "the timeout of the task of the stopped node",
     )
-    deployment.send(f"node-{HUNG}", signal.SIGCONT)
-    gone = [time.monotonic()]
+    deployment.send(f"node-{STOPPED}", signal.SIGCONT)
+    last_seen = [time.monotonic()]
 
-    def forgotten() -> bool:
-        if trial.node(KILLED) in trial.read("status.json")["out"]:
-            gone[0] = time.monotonic()
-        return time.monotonic() - gone[0] > 10
+    def is_gone() -> bool:
+        if trial.node(KILLED) in trial.read("status.json")["in_flight"]:
+            last_seen[0] = time.monotonic()
+        return time.monotonic() - last_seen[0] > 10
 
-    until(forgotten, 400, "the end of the tasks of a node that is dead")
-    until(lambda: len(trial.lines(f"given-{LIAR}")) > KINDS, 400, "all that the liar sends")
-    until(lambda: min(len(trial.lines(f"given-{number}")) for number in HONEST) >= 4, 400, "answers of all who can")
+    wait_until(is_gone, 400, "the end of the tasks of the killed node")
+    wait_until(
+        lambda: len(trial.lines(f"sent-{MALICIOUS}")) > NUM_ATTACKS, 400, "all invalid updates of the malicious node"
+    )
+    wait_until(
+        lambda: min(len(trial.lines(f"sent-{number}")) for number in HONEST) >= 4,
+        400,
+        "four updates of each honest node",
+    )
     trial.stop()
-    result, first = trial.ended(300), trial.read("status.json")
-    tell(f"stopped after {first['version']} updates, {result['right']:.1%} right")
+    result, first = trial.wait_for_result(300), trial.read("status.json")
+    log(f"stopped after {first['version']} updates, {result['final']:.1%} accuracy")
     for number in HONEST:
-        given, told = len(trial.lines(f"given-{number}")), trial.told(number)
-        assert 0 <= given - len(told) <= 1, f"node {number} gave {given} answers, and {len(told)} were heard of"
-        assert not any(told), f"node {number}: {told}"
-    lies = trial.told(LIAR)
-    assert len(lies) >= KINDS, f"the liar was told {lies}"
-    assert all(lies), f"the liar was told {lies}"
-    assert trial.node(KILLED) not in first["out"]
-    assert result["right"] > BAR, result
+        num_sent = len(trial.lines(f"sent-{number}"))
+        reasons = trial.reasons(number)
+        assert 0 <= num_sent - len(reasons) <= 1, f"node {number} sent {num_sent} updates, {len(reasons)} were received"
+        assert not any(reasons), f"node {number}: {reasons}"
+    reasons = trial.reasons(MALICIOUS)
+    assert len(reasons) >= NUM_ATTACKS, f"the malicious node: {reasons}"
+    assert all(reasons), f"the malicious node: {reasons}"
+    assert trial.node(KILLED) not in first["in_flight"]
+    assert result["final"] > MIN_ACCURACY, result
 
-    left = {"nodes": NODES, "least": NODES - 1, "resume": True, "task_timeout": TASK_TIMEOUT, "liar": LIAR}
-    trial.run(deployment, "trial", **left)
-    until(lambda: trial.read("status.json").get("version", 0) >= first["version"] + 8, 300, "updates of a second run")
+    options = {"nodes": NODES, "least": NODES - 1, "resume": True, "task_timeout": TASK_TIMEOUT, "malicious": MALICIOUS}
+    trial.run(deployment, "trial", **options)
+    wait_until(
+        lambda: trial.read("status.json").get("version", 0) >= first["version"] + 8,
+        300,
+        "eight updates of the second run",
+    )
     second = trial.read("status.json")
     os.kill(second["pid"], signal.SIGKILL)
-    tell(f"server killed after {second['version']} updates")
+    log(f"server killed after {second['version']} updates")
     rounds = second["updates"] // NODES + 3
-    trial.run(deployment, "trial", **left, rounds=rounds)
-    result, third = trial.ended(300), trial.read("status.json")
-    tell(f"went on to {third['version']} updates, {result['right']:.1%} right")
-    begun = [line["version"] for line in trial.lines("begun")]
-    assert begun[0] == 0, begun
-    assert begun[1] == first["version"], begun
-    assert begun[2] >= second["version"] - 1, begun  # the last checkpoint may not have been written
+    trial.run(deployment, "trial", **options, rounds=rounds)
+    result, third = trial.wait_for_result(300), trial.read("status.json")
+    log(f"resumed to {third['version']} updates, {result['final']:.1%} accuracy")
+    starts = [line["version"] for line in trial.lines("starts")]
+    assert starts[0] == 0, starts
+    assert starts[1] == first["version"], starts
+    assert starts[2] >= second["version"] - 1, starts  # the last checkpoint may not have been written
     assert third["updates"] >= NODES * rounds
-    assert set(result["rights"]) == {str(number) for number in range(rounds + 1)}, result
-    assert result["right"] > BAR, result
+    assert set(result["accuracies"]) == {str(number) for number in range(rounds + 1)}, result
+    assert result["final"] > MIN_ACCURACY, result
 
 
 def simulation_part(deployment: Deployment, folder: Path) -> None:
@@ -149,10 +164,10 @@ def simulation_part(deployment: Deployment, folder: Path) -> None:
     trial = Trial(folder)
     size = ("--federation-config", "num-supernodes=4 client-resources-num-cpus=1") if deployment.http else ()
     trial.run(deployment, "local", *size, nodes=4, least=4, rounds=6, evaluate=1.0)
-    result = trial.ended(400)
-    tell(f"{trial.read('status.json')['version']} updates, {result['right']:.1%} right")
-    assert result["right"] > BAR, result
-    assert result["asked"], result
+    result = trial.wait_for_result(400)
+    log(f"{trial.read('status.json')['version']} updates, {result['final']:.1%} accuracy")
+    assert result["final"] > MIN_ACCURACY, result
+    assert result["client_metrics"], result
 
 
 PARTS = {"deployment": deployment_part, "simulation": simulation_part}
@@ -167,7 +182,7 @@ options.backend.client-resources.num-cpus = 1
 """The connections of Flower 1.21, which are in the app's `pyproject.toml`."""
 
 
-def tell(line: str) -> None:
+def log(line: str) -> None:
     """Print a line with the time."""
     print(f"{time.strftime('%H:%M:%S')}   {line}", flush=True)
 
@@ -183,7 +198,7 @@ def inside(part: str) -> None:
     with tempfile.TemporaryDirectory(prefix="flower", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         shutil.copytree(HERE / "app", folder / "app", ignore=shutil.ignore_patterns("__pycache__"))
-        tell(f"Flower {flwr.__version__}, {part}")
+        log(f"Flower {flwr.__version__}, {part}")
         with Deployment(folder, version) as deployment:
             if not deployment.http:
                 with (folder / "app" / "pyproject.toml").open("a") as file:
@@ -191,8 +206,8 @@ def inside(part: str) -> None:
             try:
                 PARTS[part](deployment, folder)
             except BaseException:
-                for log in sorted(folder.rglob("*.log")):
-                    print(f"--- {log.name}\n{log.read_text(errors='replace')[-6000:]}")
+                for file in sorted(folder.rglob("*.log")):
+                    print(f"--- {file.name}\n{file.read_text(errors='replace')[-6000:]}")
                 raise
 
 

@@ -1,4 +1,4 @@
-"""The data of a node and of the test set, and the model."""
+"""The data set, the model, and a log file for the test."""
 
 import os
 
@@ -7,28 +7,28 @@ import torch
 
 from manifoldagg.experiments import load_dataset
 
-__all__ = ["TASK", "TEST", "note", "part", "right"]
+__all__ = ["TASK", "TEST", "append_line", "client_samples", "test_accuracy"]
 
 TASK = load_dataset("digits")
 ORDER = np.random.default_rng(0).permutation(len(TASK.labels))
 TEST = ORDER[:360]
 
 
-def part(number: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples of a node."""
+def client_samples(number: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs and labels of a node."""
     index = torch.from_numpy(ORDER[360:][number::nodes])
     return TASK.inputs[index], TASK.labels[index]
 
 
 @torch.no_grad()
-def right(model: torch.nn.Module) -> float:
-    """How much of the test set a model gets right."""
+def test_accuracy(model: torch.nn.Module) -> float:
+    """Return the accuracy of a model on the test set."""
     model.eval()
     return (model(TASK.inputs[TEST]).argmax(1) == TASK.labels[TEST]).float().mean().item()
 
 
-def note(folder: str, name: str, line: str) -> None:
-    """One more line of a file, at once."""
+def append_line(folder: str, name: str, line: str) -> None:
+    """Append a line to a file with one write, so that lines of several processes do not mix."""
     file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(file, f"{line}\n".encode())
     os.close(file)

@@ -1,4 +1,4 @@
-"""The server: `Asynchronous`, and a thread that writes down what its server knows."""
+"""The server with the strategy `Asynchronous`, and a thread that writes its status to files."""
 
 import json
 import os
@@ -13,53 +13,53 @@ from manifoldagg.federated import CheckpointPolicy, Server
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.federated.server.events import Accepted, Event, Rejected
 from manifoldagg.integrations.flower import Asynchronous
-from trial.digits import TASK, note, right
+from trial.digits import TASK, append_line, test_accuracy
 
 app = ServerApp()
 
 
 def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-    """How good a round's model is."""
+    """Evaluate the model at the end of a round."""
     model = TASK.model()
     model.load_state_dict(arrays.to_torch_state_dict())
-    return MetricRecord({"accuracy": right(model)})
+    return MetricRecord({"accuracy": test_accuracy(model)})
 
 
 def write(path: Path, content: object) -> None:
-    """A file that is there whole or not at all."""
+    """Write a JSON file atomically."""
     path.with_suffix(".part").write_text(json.dumps(content))
     path.with_suffix(".part").replace(path)
 
 
-def known(server: Server) -> dict[str, object]:
-    """What the server knows, fit for JSON."""
-    out = [str(ticket.client) for ticket in server._state.value.tickets.values()]
-    return {"pid": os.getpid(), "version": server.version, "updates": server.updates, "out": out}
+def status(server: Server) -> dict[str, object]:
+    """Return the status of the server as JSON values."""
+    in_flight = [str(ticket.client) for ticket in server._state.value.tickets.values()]
+    return {"pid": os.getpid(), "version": server.version, "updates": server.updates, "in_flight": in_flight}
 
 
 def watch(strategy: Asynchronous, folder: Path, done: threading.Event) -> None:
-    """Write what the server knows, and what happens to answers; stop it when somebody says so."""
+    """Write the status and the received updates to files. Stop the strategy when the file `stop` exists."""
 
-    def tell(event: Event) -> None:
+    def log_update(event: Event) -> None:
         if isinstance(event, Accepted | Rejected):
             reason = event.reason if isinstance(event, Rejected) else ""
-            note(str(folder), "events", json.dumps({"client": str(event.client), "reason": reason}))
+            append_line(str(folder), "events", json.dumps({"client": str(event.client), "reason": reason}))
 
     while getattr(strategy, "server", None) is None:
         if done.wait(0.01):
             return
     server = strategy.server
-    server.on_event(tell)
-    note(str(folder), "begun", json.dumps({"version": server.version}))
+    server.on_event(log_update)
+    append_line(str(folder), "starts", json.dumps({"version": server.version}))
     while not done.wait(0.2):
-        write(folder / "status.json", known(server))
+        write(folder / "status.json", status(server))
         if (folder / "stop").exists():
             strategy.stop()
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """All rounds, or until there is a file `stop` in the folder."""
+    """Run all rounds, or until the file `stop` exists."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = context.run_config
@@ -84,8 +84,8 @@ def main(grid: Grid, context: Context) -> None:
     finally:
         done.set()
         watcher.join()
-    write(folder / "status.json", known(strategy.server))
-    rights = {number: metrics["accuracy"] for number, metrics in result.evaluate_metrics_serverapp.items()}
-    asked = {number: dict(metrics) for number, metrics in result.evaluate_metrics_clientapp.items()}
-    said = {"rights": rights, "asked": asked, "right": evaluate(0, result.arrays)["accuracy"]}
-    write(folder / "result.json", said)
+    write(folder / "status.json", status(strategy.server))
+    accuracies = {number: metrics["accuracy"] for number, metrics in result.evaluate_metrics_serverapp.items()}
+    client_metrics = {number: dict(metrics) for number, metrics in result.evaluate_metrics_clientapp.items()}
+    final = evaluate(0, result.arrays)["accuracy"]
+    write(folder / "result.json", {"accuracies": accuracies, "client_metrics": client_metrics, "final": final})
