@@ -59,6 +59,10 @@ NAMES = {
     "AsyncBezier(epochs=1+1)": "AsyncBezier",
 }
 """The display names of the methods of scenario A."""
+LONG_TASKS = {"mnist": "MNIST", "shakespeare": "Shakespeare"}
+"""The tasks of scenario D."""
+SHORT_RUN = 200
+"""The number of updates of a short run."""
 
 
 @cache
@@ -322,6 +326,45 @@ def final(report: str, method: str, column: str = "accuracy") -> str:
     return format_percent(last[column])
 
 
+@cache
+def evaluations(report: str) -> pd.DataFrame:
+    """Return the rows of a log, with the names of the rules instead of the names of the methods."""
+    rows = pd.read_json(RESULTS / report / "log.jsonl", lines=True)
+    rules = rows["method"].str.partition("(")[0].replace("AsyncCorrected", "AutoThreshold")
+    return rows.assign(method=rules)
+
+
+def accuracies(report: str, rule: str, updates: int) -> pd.Series:
+    """Return the accuracy of each seed after a number of updates."""
+    rows = evaluations(report)
+    return rows[(rows["method"] == rule) & (rows["updates"] == updates)].set_index("seed")["accuracy"]
+
+
+def long_tasks() -> list[str]:
+    """Return the tasks of scenario D whose runs are stored."""
+    return [task for task in LONG_TASKS if all((RESULTS / f"{task}-long{part}").is_dir() for part in ("", "-falling"))]
+
+
+def long_table(task: str) -> pd.DataFrame:
+    """Return the accuracy of each rule in long runs, with constant and with falling rates."""
+    constant, falling = f"{task}-long", f"{task}-long-falling"
+    length = read_settings(RESULTS / constant)["num_updates"]
+    rows = []
+    for rule in dict.fromkeys(evaluations(constant)["method"]):
+        ends = [accuracies(report, rule, length) for report in (constant, falling)]
+        gain = mean_ci([100 * value for value in ends[1] - ends[0]])
+        rows.append(
+            {
+                "rule": rule,
+                f"after {SHORT_RUN} updates, constant rate": format_percent(accuracies(constant, rule, SHORT_RUN)),
+                f"after {length:,} updates, constant rate": format_percent(ends[0]),
+                f"after {length:,} updates, falling rate": format_percent(ends[1]),
+                "gain of the falling rate, points": f"{gain.value:+.1f} ± {gain.half_width or 0:.1f}",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
 def rewrap(page: str, width: int = 120) -> str:
     """Wrap the paragraphs and list items of a page, whose lines have other lengths after the numbers are filled in.
 
@@ -358,8 +401,9 @@ def render() -> dict[Path, str]:
     page = environment.from_string(TEMPLATE.read_text()).render(context)
     texts = {PAGE: rewrap(page), RESULTS / "pooled.md": markdown_table(pooled_table()) + "\n"}
     texts |= {RESULTS / f"{task}.md": markdown_table(task_table(task)) + "\n" for task in tasks()}
-    fitted = {task: task_table(task, "lognormal") for task in tasks("lognormal")}
-    return texts | {RESULTS / f"{task}-lognormal.md": markdown_table(table) + "\n" for task, table in fitted.items()}
+    tables = {f"{task}-lognormal": task_table(task, "lognormal") for task in tasks("lognormal")}
+    tables |= {f"{task}-long": long_table(task) for task in long_tasks()}
+    return texts | {RESULTS / f"{name}.md": markdown_table(table) + "\n" for name, table in tables.items()}
 
 
 def main() -> None:
