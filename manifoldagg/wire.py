@@ -158,6 +158,9 @@ def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) ->
 def ticket_of(data: bytes | bytearray | memoryview) -> str | None:
     """Return the ticket identifier in packed bytes, or `None` if there is no identifier. Only the header is read.
 
+    Args:
+        data: the result of `pack`.
+
     Raises:
         WireError: if the header is invalid.
 

@@ -219,10 +219,15 @@ class UpdateBound(Bound):
     $$G(p) = \frac{A}{\eta (T+1)} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[X_i]}{p_i^2}, \quad X \sim \pi_{n,m-1}$$
 
-    `Bound` defines the constants. $E[X_i]$ is the mean number of other tasks at client i when a task is dispatched.
+    $E[X_i]$ is the mean number of other tasks at client i when a task is dispatched.
 
     Args:
-        rates: the service rates. `Bound` describes this argument and the other constants.
+        rates: the service rates $\mu_i$ of the clients, (n,), in tasks per unit of time.
+        concurrency: m, the number of tasks in the network at any time.
+        rate: $\eta$, the learning rate of the server. The bound holds only for small rates, which is not checked.
+        smoothness: L, the smoothness constant of the loss.
+        noise: B = 2M² + σ², where M² is the heterogeneity of the clients and σ² the variance of their gradients.
+        gap: A, the initial loss minus the lowest loss.
         num_updates: T >= 0, the number of updates of the run.
 
     Source: Queue (5), appendix E.
@@ -257,8 +262,8 @@ class TimeBound(Bound):
     r"""The bound H on the gradient norm per unit of time.
 
     H is an upper bound on $\frac18$ of the mean of $\| \nabla f \|^2$, multiplied by the mean duration of an update.
-    Minimise H if the duration of a run is limited, and `UpdateBound` if the number of updates is limited. `Bound`
-    defines the constants, $\lambda$ is the throughput, and $E[\xi_i]$ is the mean number of tasks at client i:
+    Minimise H if the duration of a run is limited, and `UpdateBound` if the number of updates is limited. Here,
+    $\lambda$ is the throughput, and $E[\xi_i]$ is the mean number of tasks at client i:
 
     $$H(p) = \frac{1}{\lambda} (\frac{\bar A}{\eta} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[\xi_i]}{p_i^2}), \quad \xi \sim \pi_{n,m}$$
@@ -272,7 +277,12 @@ class TimeBound(Bound):
     with the gap $A = f(w_0) - f^*$. This class uses $\bar A = A / (T+1)$, that is `gap / rounds`.
 
     Args:
-        rates: the service rates. `Bound` describes this argument and the other constants.
+        rates: the service rates $\mu_i$ of the clients, (n,), in tasks per unit of time.
+        concurrency: m, the number of tasks in the network at any time.
+        rate: $\eta$, the learning rate of the server. The bound holds only for small rates, which is not checked.
+        smoothness: L, the smoothness constant of the loss.
+        noise: B = 2M² + σ², where M² is the heterogeneity of the clients and σ² the variance of their gradients.
+        gap: A, the initial loss minus the lowest loss. With `rounds=1`, the mean decrease of the loss per update.
         rounds: T + 1 >= 1, the number of rounds of the run. With `rounds=1`, `gap` is $\bar A$ itself. The
             paper's experiments use $\bar A = 15$.
 

@@ -70,6 +70,9 @@ def balanced(rates: np.ndarray | Sequence[float]) -> np.ndarray:
 
     This routing maximises the throughput.
 
+    Args:
+        rates: the service rates $\mu_i$ of the clients, (n,).
+
     Example:
         >>> balanced([1.0, 3.0]).tolist()
         [0.25, 0.75]

@@ -26,7 +26,12 @@ ALIGNMENT = 64
 class ClientTask:
     """A task with all inputs that determine its payload.
 
-    `client_state` is the client's state after its previous task.
+    Attributes:
+        federation: the federated data set, with the client's samples, the criterion and the seed.
+        trainer: the trainer of the client.
+        task_id: the client, and the index of the task among the tasks of this client.
+        message: the message of the server.
+        client_state: the client's state after its previous task. `None` means that there is no state.
     """
 
     federation: FederatedDataset

@@ -55,6 +55,9 @@ class Cost:
 class Evaluation(Cost):
     """The metrics of the server's model, and the cost up to the evaluation.
 
+    The attributes `updates`, `time`, `gradients`, `bytes_down`, `bytes_up` and `rejected` are described in
+    [`Cost`][manifoldagg.simulation.cost.Cost].
+
     Attributes:
         accuracy: the primary metric of the data set on the held-out samples of all clients. By default, it is the
             accuracy.

@@ -192,6 +192,14 @@ class Batches:
 
     The last batch can be smaller than `size`. If there is an augmentation, each minibatch is augmented with random
     numbers of `augment_generator`.
+
+    Attributes:
+        inputs: the inputs of the samples, (samples, ...).
+        labels: the labels of the samples, (samples, ...).
+        size: the number of samples in a minibatch.
+        generator: the random generator of the order.
+        augment: the augmentation, a function of (inputs, labels, generator). `None` means no augmentation.
+        augment_generator: the random generator of the augmentation.
     """
 
     inputs: Tensor

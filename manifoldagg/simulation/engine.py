@@ -43,7 +43,14 @@ SERVER_LIMITS = ServerLimits(history_size=0, receipt_cache_size=0)
 
 @dataclass(frozen=True)
 class UpdateEvent:
-    """One processed update. A run passes it to its callbacks."""
+    """One processed update. A run passes it to its callbacks.
+
+    Attributes:
+        update_index: the number of this update in the run, from 1.
+        client: the client.
+        message: the message from which the client trained.
+        payload: the payload that the client returned.
+    """
 
     update_index: int
     client: int

@@ -55,10 +55,13 @@ def dirichlet_partition(
     For each label $y$, draw $p_y \sim \mathrm{Dir}(\alpha, \dots, \alpha)$ over the clients and assign
     $\lfloor p_{y,i} |D_y| \rfloor$ random samples of the label to client i. Client sizes are not balanced.
 
-    See [`iid_partition`][manifoldagg.simulation.iid_partition] for the other arguments, the result and the errors.
+    The result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Args:
+        labels: the labels (samples,), integers or strings.
+        clients: the number of clients.
         concentration: the concentration $\alpha$. 0 assigns each label to one client, and `inf` splits it evenly.
+        generator: the random generator.
         remainder: the treatment of the samples that remain after rounding down. `"largest"` assigns them to the clients
             with the largest remainders, and `"drop"` drops them, as in the paper.
 
@@ -119,12 +122,15 @@ def shards_partition(
 ) -> list[np.ndarray]:
     """Sort samples by label, split them into equal shards, and assign random shards to each client.
 
-    Most clients have as many labels as shards, plus one label for each shard that contains two labels. The other
-    arguments, the result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
+    Most clients have as many labels as shards, plus one label for each shard that contains two labels. The result and
+    the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Args:
+        labels: the labels (samples,), integers or strings.
+        clients: the number of clients.
         shards_per_client: the number of shards per client; 2 in the paper. The total number of shards is at most the
             number of samples.
+        generator: the random generator.
 
     Source: McMahan et al. 2017, §3.
 
@@ -153,11 +159,14 @@ def cyclic_partition(
     r"""Assign the k labels $ik, ik + 1, \dots, ik + k - 1$ modulo K to client i.
 
     The samples of a label are split evenly over the clients that have it. With fewer than K / k clients, some labels
-    are not assigned, and their samples are dropped. Labels are numbered in sorted order. The other arguments, the
-    result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
+    are not assigned, and their samples are dropped. Labels are numbered in sorted order. The result
+    and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Args:
+        labels: the labels (samples,), integers or strings.
+        clients: the number of clients.
         labels_per_client: the number k of labels per client, at most K.
+        generator: the random generator.
 
     Source: Queue G.3.
 
@@ -186,8 +195,12 @@ def disjoint_partition(
 ) -> list[np.ndarray]:
     """Assign each label with all its samples to one client, so that the label counts differ by at most one.
 
-    The number of clients is at most the number of labels. The arguments, the result and the errors are as in
-    [`iid_partition`][manifoldagg.simulation.iid_partition].
+    The result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
+
+    Args:
+        labels: the labels (samples,), integers or strings.
+        clients: the number of clients, at most the number of labels.
+        generator: the random generator.
 
     Source: OrthoFL §3, where each of two clients has half of the labels.
 
@@ -212,10 +225,13 @@ def natural_partition(
 ) -> list[np.ndarray]:
     """Assign to each client the samples of one owner: a speaker, a patient, a writer.
 
-    The other arguments, the result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
-    The number of clients is at most the number of owners. The samples of other owners are dropped.
+    The result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition]. The samples of
+    other owners are dropped.
 
     Args:
+        labels: the labels (samples,), integers or strings.
+        clients: the number of clients, at most the number of owners.
+        generator: the random generator.
         user_ids: the owner of each sample, (samples,).
         selection: the owners that become clients: those with the `"largest"` numbers of samples, or `"random"` owners.
 
@@ -245,10 +261,13 @@ def grouped_partition(
     With 35 plays and 30 clients, five clients therefore receive two plays. With 30,805 patients, 25 clients receive
     1,027 patients and five clients receive 1,026.
 
-    The other arguments, the result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
-    The number of clients is at most the number of owners. Each client has at least one owner.
+    The result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition]. Each client has at
+    least one owner.
 
     Args:
+        labels: the labels (samples,), integers or strings.
+        clients: the number of clients, at most the number of owners.
+        generator: the random generator.
         user_ids: the owner of each sample, (samples,).
         balance: `"owners"` balances the numbers of owners, as in the paper. `"samples"` balances the numbers of samples
             with Graham's rule: in the order of decreasing numbers of samples, each owner goes to the client with the
@@ -293,10 +312,13 @@ def sizes_partition(
     r"""Split samples at random, independent of their labels, into parts with sizes proportional to weights.
 
     Client i receives $n w_i / \sum_j w_j$ of n samples. The numbers are rounded down, and the remaining samples go to
-    the clients with the largest remainders, so that no sample is dropped. The other arguments, the result and the
-    errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
+    the clients with the largest remainders, so that no sample is dropped. The result and the errors
+    are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Args:
+        labels: the labels (samples,), integers or strings.
+        clients: the number of clients.
+        generator: the random generator.
         weights: the weights $w_i \ge 0$ of the clients $i = 1, \dots, N$, of which at least one is positive:
 
             - `"linear"`: $w_i = i$, so that sizes are proportional to the index of the client, as in the paper.

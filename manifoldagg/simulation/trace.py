@@ -66,6 +66,10 @@ class TaskRecord(Generic[C]):
 def write_trace(path: Path | str, records: Iterable[TaskRecord[Any]]) -> None:
     """Write a trace as a CSV file with exact numbers. The file is written atomically.
 
+    Args:
+        path: the path of the CSV file. An existing file is replaced.
+        records: the records of the tasks.
+
     Raises:
         ArgumentError: if the file cannot be written, or if the name of a client is a string that would be read as an
             integer.
@@ -86,6 +90,9 @@ def write_trace(path: Path | str, records: Iterable[TaskRecord[Any]]) -> None:
 
 def read_trace(path: Path | str) -> list[TaskRecord[Any]]:
     """Read a trace that `write_trace` wrote.
+
+    Args:
+        path: the path of the CSV file.
 
     Raises:
         ArgumentError: if the file is invalid. The message names the file and the line.

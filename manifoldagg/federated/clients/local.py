@@ -89,6 +89,15 @@ class Proximal(Local):
     `Proximal` is [`Local`][manifoldagg.federated.clients.Local] with another default weight of the proximal term,
     $\mu = 0.01$. Together with the rule [`FedAvg`][manifoldagg.federated.rules.FedAvg], it implements FedProx.
 
+    Args:
+        epochs: the number of passes over the client's batches.
+        steps: the number of optimizer steps. If `steps` is given, the trainer ignores `epochs`.
+        optimizer: the optimizer class, as in [`Training`][manifoldagg.curves.Training].
+        rate: the learning rate.
+        proximal: the weight $\mu$ of the squared distance, or a [`ProximalTerm`][manifoldagg.curves.ProximalTerm] in
+            place of the squared distance.
+        sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for sharpness-aware gradients.
+
     Source: Li et al. 2020. Their experiments use the weights 0.001, 0.01, 0.1 and 1.
 
     Example:

@@ -36,6 +36,13 @@ class Trajectory(Local):
     $= \eta K$, where $\eta$ is the learning rate.
 
     Args:
+        epochs: the number of passes over the client's batches.
+        steps: the number of optimizer steps. If `steps` is given, the trainer ignores `epochs`.
+        optimizer: the optimizer class, as in [`Training`][manifoldagg.curves.Training].
+        rate: the learning rate.
+        proximal: the weight $\mu$ of the squared distance, or a [`ProximalTerm`][manifoldagg.curves.ProximalTerm] in
+            place of the squared distance.
+        sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for sharpness-aware gradients.
         degree: the degree n of the curve, at most 10. If `pieces` is given, the trainer ignores `degree`.
         time: the quantity to which $u_k \in [0, 1]$ is proportional: the number of `"steps"` or the `"length"` of the
             path.

@@ -50,6 +50,12 @@ class GramRule(TangentRule):
     - `fixed_coefficients`: the coefficients $c$ of $(v, g)$, if they are constants and the rate does not depend on
       inner products. One pass over the parameters is then enough. With `None`, the rule calls `coefficients`.
 
+    Args:
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`.
+        rungs: the number of rungs of a ladder.
+
     Cost: a step reads 8 words per parameter, writes 1 and allocates 0.
 
     Example:

@@ -22,8 +22,22 @@ class ASGD(ScheduledRule):
     Use this rule as the baseline for corrections, or when updates have little staleness.
 
     On a curved space, $v = \log_{\Theta^t} \Theta_i$ is transported to $\Theta^\tau$, and the new model is
-    $\exp_{\Theta^\tau}(\rho\, v)$. [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] describes the
-    options.
+    $\exp_{\Theta^\tau}(\rho\, v)$.
+
+    Args:
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$, such as a schedule of
+            `manifoldagg.federated.schedules`.
+        decay: the strength $\alpha \in [0, 1]$ of the staleness penalty $S$, which
+            [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] defines. With 0, $S = 1$.
+        penalty_limit: the upper limit of $S$.
+        overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1. `"extend"` steps beyond the client's
+            model, which requires a flat space.
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`.
+        rungs: the number of rungs of a ladder.
+        dominance: an optional [`Dominance`][manifoldagg.federated.rules.Dominance] penalty for clients that return
+            updates often.
 
     Raises:
         ArgumentError: if an option is out of range.

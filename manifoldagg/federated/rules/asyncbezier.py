@@ -70,12 +70,24 @@ class AsyncBezier(ScheduledRule):
     - The path of a simplex is the edge from the first to the last vertex.
     - The path of another embedding is $\iota_\psi(x(s))$, where its method `path_coordinates` computes $x(s)$.
 
-    With `decay=1`, the rule is AsyncBezierED. [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] describes
-    all options that are not listed here.
+    With `decay=1`, the rule is AsyncBezierED.
 
     Args:
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$, such as a schedule of
+            `manifoldagg.federated.schedules`.
+        decay: the strength $\alpha \in [0, 1]$ of the staleness penalty $S$, which
+            [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] defines. With 0, $S = 1$.
+        penalty_limit: the upper limit of $S$.
+        overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1. `"extend"` follows the curve beyond its
+            end, which requires a flat space.
         threshold: the threshold $\vartheta \in [-1, 1]$ of OrthoDC. On a flat space, `"auto"` chooses -1, 0 or 1 for
             each update, as in [`AutoThreshold`][manifoldagg.corrections.AutoThreshold].
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`.
+        rungs: the number of rungs of a ladder.
+        dominance: an optional [`Dominance`][manifoldagg.federated.rules.Dominance] penalty for clients that return
+            updates often.
         pull_back: the computation of $s$ from $\rho$:
 
             - `"chord"`: the smallest $s$ at the fraction $\rho$ of the distance to the candidate.

@@ -50,6 +50,10 @@ class AsyncFedED(TangentRule):
 
     Args:
         rate: the rate $\lambda$: a number or a function of the version $\tau$.
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`.
+        rungs: the number of rungs of a ladder.
         epsilon: the constant $\epsilon > 0$. With 1, the displacement of a fresh update is multiplied by $\lambda$.
         target: the target staleness $\bar\gamma$.
         gain: the gain $\kappa$ of the epochs. With 0, the number of epochs is constant.

@@ -30,9 +30,20 @@ class AsyncKrylov(ScheduledRule):
     [`Trajectory`][manifoldagg.federated.clients.Trajectory] with `pieces=n`, which computes no additional gradients.
     With n = 1, the rule equals [`ASGD`][manifoldagg.federated.rules.ASGD].
 
-    All other options are described in [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
-
     Args:
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$, such as a schedule of
+            `manifoldagg.federated.schedules`.
+        decay: the strength $\alpha \in [0, 1]$ of the staleness penalty $S$, which
+            [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] defines. With 0, $S = 1$.
+        penalty_limit: the upper limit of $S$.
+        overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1. `"extend"` steps beyond the client's
+            model, which requires a flat space.
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`.
+        rungs: the number of rungs of a ladder.
+        dominance: an optional [`Dominance`][manifoldagg.federated.rules.Dominance] penalty for clients that return
+            updates often.
         granularity: the granularity, as in [`KrylovDC`][manifoldagg.corrections.KrylovDC].
         tolerance: the tolerance, as in `KrylovDC`.
 

@@ -32,9 +32,21 @@ class DCASGD(ScheduledRule):
       \leftarrow \beta\, m + (1 - \beta)\, v \odot v$. The initial value of $m$ is 0.
 
     Use this rule when clients return gradients or short local training, and staleness is moderate.
-    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] describes all other options.
 
     Args:
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$, such as a schedule of
+            `manifoldagg.federated.schedules`.
+        decay: the strength $\alpha \in [0, 1]$ of the staleness penalty $S$, which
+            [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] defines. With 0, $S = 1$.
+        penalty_limit: the upper limit of $S$.
+        overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1. `"extend"` steps beyond the client's
+            model, which requires a flat space.
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`.
+        rungs: the number of rungs of a ladder.
+        dominance: an optional [`Dominance`][manifoldagg.federated.rules.Dominance] penalty for clients that return
+            updates often.
         variant: the variant, `"adaptive"` or `"constant"`.
         strength: the strength $\lambda_0$ or $\lambda$. The default is 2 for `"adaptive"` and 0.04 for `"constant"`.
         square_decay: the decay $\beta$ of the squares.

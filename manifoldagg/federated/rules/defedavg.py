@@ -43,8 +43,14 @@ class DeFedAvg(FedAvg):
     Args:
         cohort: the number k of updates per step.
         rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`.
+        rungs: the number of rungs of a ladder.
         weighted: whether to weight updates by the client's share of the data $w_i$. Otherwise, all weights are equal,
             as in the paper.
+        over_selection: the fraction of additional clients in each round, as in
+            [`FedAvg`][manifoldagg.federated.rules.FedAvg].
 
     Raises:
         ArgumentError: if an option is out of range.

@@ -47,6 +47,10 @@ class FADAS(BufferedRule):
     Args:
         size: the number M of updates per step.
         rate: the rate $\eta$: a number or a function of the version $\tau$.
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`.
+        rungs: the number of rungs of a ladder.
         beta1: the decay $\beta_1$ of the first moment.
         beta2: the decay $\beta_2$ of the second moment.
         epsilon: the constant $\epsilon > 0$.

@@ -38,7 +38,13 @@ class FedAdam(FedAvg):
     Args:
         cohort: the number k of updates per step.
         rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`.
+        rungs: the number of rungs of a ladder.
         weighted: whether to weight updates by the client's share of the data $w_i$. Otherwise, all weights are equal.
+        over_selection: the fraction of additional clients in each round, as in
+            [`FedAvg`][manifoldagg.federated.rules.FedAvg].
         beta1: the decay $\beta_1$ of the first moment.
         beta2: the decay $\beta_2$ of the second moment.
         epsilon: the constant $\epsilon > 0$, called $\tau$ in the paper. It must be a normal number with a finite

@@ -37,6 +37,10 @@ class FedAsync(CorrectionRule):
             `manifoldagg.federated.staleness`, or any other function of an integer.
         weighted: whether to multiply $\alpha$ by the client's share of the data $w_i$, as in the experiments of
             Manifold.
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`.
+        rungs: the number of rungs of a ladder.
 
     Raises:
         ArgumentError: if `rate` is not a positive number, if `rate` is above 1 without `weighted`, or if `staleness` is

@@ -35,6 +35,10 @@ class FedBuff(BufferedRule):
         staleness: the staleness weight $s$: any function of an integer.
         normalise: whether to divide by $\sum_i s(\tau - t_i)$ instead of K.
         weighted: whether to multiply $s$ by the client's share of the data $w_i$.
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`.
+        rungs: the number of rungs of a ladder.
 
     Raises:
         ArgumentError: if an option is out of range.

@@ -23,7 +23,21 @@ class FedOrtho(ScheduledRule):
     penalty $S$, the client's data share $w_i$ and the rate $\eta_g$.
 
     Use this rule when stale updates repeat or undo progress that the server has already made.
-    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] describes the options.
+
+    Args:
+        rate: the global rate $\eta_g$: a number or a function of the version $\tau$, such as a schedule of
+            `manifoldagg.federated.schedules`.
+        decay: the strength $\alpha \in [0, 1]$ of the staleness penalty $S$, which
+            [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] defines. With 0, $S = 1$.
+        penalty_limit: the upper limit of $S$.
+        overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1. `"extend"` steps beyond the client's
+            model, which requires a flat space.
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`.
+        rungs: the number of rungs of a ladder.
+        dominance: an optional [`Dominance`][manifoldagg.federated.rules.Dominance] penalty for clients that return
+            updates often.
 
     Raises:
         ArgumentError: if an option is out of range.

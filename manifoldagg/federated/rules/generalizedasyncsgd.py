@@ -68,6 +68,10 @@ class GeneralizedAsyncSGD(CorrectionRule):
         routing: the probabilities p, with sum 1 up to 1e-6. Pass a mapping from clients, or a sequence for the clients
             0 to n - 1, such as `p` of the result of `manifoldagg.routing.optimise_routing`.
         rate: the rate $\eta$: a number or a function of the version $\tau$.
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`.
+        rungs: the number of rungs of a ladder.
 
     Raises:
         ArgumentError: if an option is out of range, or if the space is curved, because a point on a curved leaf does

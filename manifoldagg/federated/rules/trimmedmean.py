@@ -35,6 +35,10 @@ class TrimmedMean(CoordinateWiseRule):
         trim: the number b of values to discard at each end, less than K / 2.
         rate: the global rate $\eta_g$: a number or a function of the version $\tau$.
         staleness: the staleness weight $s$: any function of an integer.
+        transport: the transport of tangents on a curved space: `"parallel"`, `"ladder"` or `"projection"`. The default
+            `None` uses parallel transport where a closed form exists, and a ladder otherwise. A flat space accepts only
+            `None`.
+        rungs: the number of rungs of a ladder.
 
     Raises:
         ArgumentError: if an option is out of range, or if the space is curved, because the order of entries depends on
