@@ -346,7 +346,7 @@ def suggests_keywords(
 
 
 class KeywordHints:
-    """Base class of dataclasses that suggests the closest known option if an option is unknown.
+    """Base class for dataclasses that suggests the closest known option if an option is unknown.
 
     The check runs in `__new__`, so the generated `__init__` and its signature stay unchanged. `copy` and `pickle` call
     `__new__` without arguments and skip the check.

@@ -19,7 +19,7 @@ __all__ = [
 
 
 class ManifoldAggError(Exception):
-    """Base class of all errors that this package raises deliberately, except the `TypeError` for unknown keywords."""
+    """Base class for all errors that this package raises deliberately, except the `TypeError` for unknown keywords."""
 
 
 class ArgumentError(ManifoldAggError, ValueError):

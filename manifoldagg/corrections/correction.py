@@ -1,4 +1,4 @@
-"""Base class of all corrections, their results, and the composition of corrections."""
+"""Base class for all corrections, their results, and the composition of corrections."""
 
 import abc
 import math
@@ -131,7 +131,7 @@ class Corrected:
 
 
 class Correction(abc.ABC):
-    r"""Base class of corrections, which adapt a stale update to the current model of the server.
+    r"""Base class for corrections, which adapt a stale update to the current model of the server.
 
     A client started from the base model $\Theta^t$, but the server has moved to the current model $\Theta^\tau$. The
     update consists of displacements $v_1, \dots, v_n$ from the base, one for each control point. A correction is a map

@@ -26,7 +26,7 @@ MAX_DEGREE = 1000
 
 
 class BezierSpline(CurveEmbedding):
-    """Base class of splines that consist of Bézier pieces of the same degree.
+    """Base class for splines that consist of Bézier pieces of the same degree.
 
     Neighbouring pieces share an end point. On a flat space, points are weighted sums of control points, and derivatives
     are weighted sums of their differences.

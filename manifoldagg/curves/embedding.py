@@ -1,4 +1,4 @@
-"""Base class of embeddings: low-dimensional subsets of the space of models, such as curves."""
+"""Base class for embeddings: low-dimensional subsets of the space of models, such as curves."""
 
 import abc
 from dataclasses import replace

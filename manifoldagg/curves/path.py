@@ -1,4 +1,4 @@
-"""Base class of curves, and `Path`, a curve with fixed control points."""
+"""Base class for curves, and `Path`, a curve with fixed control points."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ SEARCH_SAMPLES = 32
 
 
 class CurveEmbedding(Embedding):
-    """Base class of curves, which are embeddings of [0, 1]. Parameters $t$ outside [0, 1] extrapolate the curve.
+    """Base class for curves, which are embeddings of [0, 1]. Parameters $t$ outside [0, 1] extrapolate the curve.
 
     The methods of this class work on every space, because they only use its primitives. Subclasses add closed forms for
     flat spaces.

@@ -25,7 +25,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 class Hull(Embedding):
-    """Base class of embeddings whose points are means of the control points, weighted by barycentric coordinates."""
+    """Base class for embeddings whose points are means of the control points, weighted by barycentric coordinates."""
 
     @property
     def domain(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ __all__ = ["Composite", "Delegate"]
 
 
 class Composite(Manifold):
-    """Base class of spaces composed of several `spaces`. A composite has the capabilities that all of them have."""
+    """Base class for spaces composed of several `spaces`. A composite has the capabilities that all of them have."""
 
     @property
     @abc.abstractmethod
@@ -37,7 +37,7 @@ class Composite(Manifold):
 
 
 class Delegate(Composite):
-    """Base class of spaces that delegate formulas and declarations to one other space, their `base_space`."""
+    """Base class for spaces that delegate formulas and declarations to one other space, their `base_space`."""
 
     @property
     @abc.abstractmethod

@@ -8,7 +8,7 @@ __all__ = ["Embedded"]
 
 
 class Embedded(Manifold):
-    r"""Base class of submanifolds of $\mathbb{R}^N$ and their quotients, with $\langle u, v\rangle_x = u \cdot v$.
+    r"""Base class for submanifolds of $\mathbb{R}^N$ and their quotients, with $\langle u, v\rangle_x = u \cdot v$.
 
     Random points and tangents are projections of normal random numbers.
     """

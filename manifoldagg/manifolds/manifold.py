@@ -1,4 +1,4 @@
-"""Base class of manifolds, and the named parts (leaves) of their points."""
+"""Base class for manifolds, and the named parts (leaves) of their points."""
 
 import abc
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ class Leaf:
 
 
 class Manifold(abc.ABC):
-    r"""Base class of Riemannian manifolds whose points are tensors of shape `(*batch, *shape)`.
+    r"""Base class for Riemannian manifolds whose points are tensors of shape `(*batch, *shape)`.
 
     Each public method checks shapes, dtypes and devices, and then calls the formula of the same name with an
     underscore: `exp` calls `_exp`. A subclass implements formulas and lists them in `capabilities`. Calling a missing

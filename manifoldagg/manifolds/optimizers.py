@@ -23,7 +23,7 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 class _RiemannianOptimizer(torch.optim.Optimizer):
-    """Base class of Riemannian optimisers, whose subclasses implement the direction of a step.
+    """Base class for Riemannian optimisers, whose subclasses implement the direction of a step.
 
     A step moves a point in this direction by `exp` or `retract`, and then transports the momentum to the new point.
     """

@@ -75,7 +75,7 @@ def _check_entries(name: str, x: np.ndarray, valid: np.ndarray, expected: str) -
 
 
 class ShortRepr:
-    """Base class of dataclasses with arrays, whose `repr` is one short line.
+    """Base class for dataclasses with arrays, whose `repr` is one short line.
 
     The `repr` shows the shape of an array instead of its entries, and omits fields with default values. Subclasses must
     be dataclasses with `repr=False`.
@@ -89,7 +89,7 @@ class ShortRepr:
 
 
 class ContentEquality:
-    """Base class of frozen dataclasses with vectors, which compares and hashes instances by their contents.
+    """Base class for frozen dataclasses with vectors, which compares and hashes instances by their contents.
 
     The equality that `dataclass` generates does not work for NumPy arrays.
     """

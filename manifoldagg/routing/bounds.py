@@ -33,7 +33,7 @@ MeanAndProduct = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Bound(ContentEquality, ShortRepr):
-    """Base class of bounds on the gradient norm, as functions of the routing.
+    """Base class for bounds on the gradient norm, as functions of the routing.
 
     An object stores the constants of a problem and is called with a routing.
 

@@ -47,7 +47,7 @@ HALF_NORMAL_SCALE = math.sqrt(math.pi / 2)
 
 
 class Delay(ABC):
-    """Base class of distributions of the seconds for one unit of work. `work` units take `work` times as long."""
+    """Base class for distributions of the seconds for one unit of work. `work` units take `work` times as long."""
 
     def __deepcopy__(self, memo: object) -> "Delay":
         return self  # delays are immutable, so a copy of a scheduler shares them

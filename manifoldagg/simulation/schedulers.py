@@ -58,7 +58,7 @@ class Completion(NamedTuple):
 
 
 class Scheduler(ABC, Generic[C]):
-    """Base class of all schedulers: the clock and the tasks in flight.
+    """Base class for all schedulers: the clock and the tasks in flight.
 
     Clients are integers or strings. Unless `allows_queueing` is set, a client has at most one task in flight. Tasks
     that finish at the same time are returned in the order in which they started. `copy.deepcopy` returns a copy that

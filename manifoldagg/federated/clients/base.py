@@ -92,7 +92,7 @@ class TrainingTask:
 
 
 class BaseTrainer(KeywordHints, abc.ABC):
-    """Base class of trainers.
+    """Base class for trainers.
 
     A subclass implements two methods: `_train`, which trains and returns a payload, and `num_steps`, which predicts the
     number of steps. If the subclass has options, declare them as the fields of a frozen dataclass.

@@ -23,7 +23,7 @@ MAX_CODE = 127
 
 @dataclass(frozen=True)
 class Codec(KeywordHints, abc.ABC):
-    """Base class of codecs, which encode an update as a few small tensors with a loss of accuracy.
+    """Base class for codecs, which encode an update as a few small tensors with a loss of accuracy.
 
     A codec has no state. The client and the server each construct the codec with the same options.
     [`ErrorFeedback`][manifoldagg.federated.clients.ErrorFeedback] stores the state of a client.

@@ -1,4 +1,4 @@
-"""Base classes of server rules.
+"""Base classes for server rules.
 
 - `ServerRule` validates the options and the space of a rule, and sends the current model to clients.
 - `TangentRule` extends `ServerRule` by the transport of tangents on curved spaces.
@@ -33,7 +33,7 @@ __all__ = ["ServerRule", "TangentRule", "commit", "move_to"]
 
 @dataclass(frozen=True)
 class ServerRule(KeywordHints, abc.ABC):
-    """Base class of rules that count versions and send the current model to clients.
+    """Base class for rules that count versions and send the current model to clients.
 
     A subclass implements `plan`, or `step` if it needs whole vectors. It declares its requirements with class
     attributes:
@@ -100,7 +100,7 @@ class ServerRule(KeywordHints, abc.ABC):
 
 @dataclass(frozen=True)
 class TangentRule(ServerRule):
-    """Base class of rules that support curved spaces by transporting tangents.
+    """Base class for rules that support curved spaces by transporting tangents.
 
     A displacement is a tangent at the base of an update, but a step starts at the current model. The rule therefore
     transports each displacement from the base to the current model. The options `transport` and `rungs` select the

@@ -1,4 +1,4 @@
-"""Base class of buffered rules, which step along the mean displacement of several updates."""
+"""Base class for buffered rules, which step along the mean displacement of several updates."""
 
 import abc
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ class BufferMean:
 
 
 class BufferedRule(TangentRule):
-    r"""Base class of rules that take one step $\frac{\eta_g}{A} \sum_i a_i \Delta_i$ after several updates.
+    r"""Base class for rules that take one step $\frac{\eta_g}{A} \sum_i a_i \Delta_i$ after several updates.
 
     Here, $\Delta_i$ is the displacement of an update from the base of its client, $a_i$ is the weight of the update,
     $A$ is a divisor and $\eta_g$ is the rate. The state contains the weighted sum, the number of updates and their

@@ -1,4 +1,4 @@
-"""Base classes of rules that step along displacements after a correction for the drift."""
+"""Base classes for rules that step along displacements after a correction for the drift."""
 
 import abc
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def _corrects_alone(kind: type["CorrectionRule"]) -> bool:
 
 
 class CorrectionRule(GramRule):
-    """Base class of rules that correct the displacements of an update and step along the resulting curve.
+    """Base class for rules that correct the displacements of an update and step along the resulting curve.
 
     A correction maps the displacements to linear combinations of the displacements, the drift and optional further
     rows. If a correction cancels nearly all of a displacement, rounding errors dominate the computed norm, so a second
@@ -83,7 +83,7 @@ class CorrectionRule(GramRule):
 
 @dataclass(frozen=True)
 class ScheduledRule(CorrectionRule):
-    r"""Base class of correction rules with the step size $\rho = S \cdot w_i \cdot \eta_g(\tau)$.
+    r"""Base class for correction rules with the step size $\rho = S \cdot w_i \cdot \eta_g(\tau)$.
 
     The step size is the product of the staleness penalty $S$, the client's data share $w_i$ and the rate $\eta_g$ at
     version $\tau$. [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] describes the options.

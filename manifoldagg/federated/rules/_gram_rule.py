@@ -25,7 +25,7 @@ __all__ = ["GramRule", "staleness_penalty"]
 
 @dataclass(frozen=True)
 class GramRule(TangentRule):
-    r"""Base class of asynchronous rules that compute a step from the inner products of an update.
+    r"""Base class for asynchronous rules that compute a step from the inner products of an update.
 
     $$\Theta^{\tau+1} = \Theta^\tau + \rho\, u, \qquad u = \sum_j c_j\, r_j, \qquad r = (v_1, \dots, v_n, g),$$
 

@@ -1,4 +1,4 @@
-"""Base class of rules that remember the latest displacement of each client."""
+"""Base class for rules that remember the latest displacement of each client."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ __all__ = ["LatestUpdateRule", "coefficients_of", "combine_float64"]
 
 @dataclass(frozen=True)
 class LatestUpdateRule(ServerRule):
-    r"""Base class of rules that remember the latest displacement $h_i$ of each client i.
+    r"""Base class for rules that remember the latest displacement $h_i$ of each client i.
 
     The client state stores $h_i$ in the dtype of the model. The state of the rule stores the sum $\sum_j h_j$ in
     float64, because each update adds to it and subtracts from it.

@@ -1,4 +1,4 @@
-"""Base classes of buffered rules that need every displacement separately, such as robust rules."""
+"""Base classes for buffered rules that need every displacement separately, such as robust rules."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ __all__ = ["CoordinateWiseRule", "StoredBufferRule", "oddeven_sort"]
 
 
 class StoredBufferRule(TangentRule):
-    r"""Base class of rules that store K displacements and then compute one step from all of them.
+    r"""Base class for rules that store K displacements and then compute one step from all of them.
 
     Each displacement $\Delta_i$ is measured from the base of its client. Its weight $s_i = s(\tau - t_i)$ depends only
     on the staleness $\tau - t_i$, so sample counts are ignored.
@@ -125,7 +125,7 @@ class StoredBufferRule(TangentRule):
 
 
 class CoordinateWiseRule(StoredBufferRule):
-    """Base class of rules that compute a trimmed mean of each entry.
+    """Base class for rules that compute a trimmed mean of each entry.
 
     For each entry, the rule sorts the values of the K displacements, discards the `num_trimmed` smallest and largest
     values, and averages the others. It processes the vectors in chunks, so the working memory is K + 1 chunks.

@@ -1,4 +1,4 @@
-"""Base class of rules that wrap another rule."""
+"""Base class for rules that wrap another rule."""
 
 from manifoldagg._validation import KeywordHints
 from manifoldagg.federated.types import Rule, has_plan
@@ -7,7 +7,7 @@ __all__ = ["WrapperRule"]
 
 
 class WrapperRule(KeywordHints):
-    """Base class of rules that wrap another rule and have the same requirements as the wrapped rule."""
+    """Base class for rules that wrap another rule and have the same requirements as the wrapped rule."""
 
     rule: Rule
 

@@ -46,7 +46,7 @@ MAX_NORM = sys.float_info.max / 4
 
 @dataclass(frozen=True)
 class ControlVariateRule(ServerRule):
-    """Base class of MasFL and AdaMasFL, which implements momentum with control variates.
+    """Base class for MasFL and AdaMasFL, which implements momentum with control variates.
 
     The control variate $c_i$ of client i is its last mean gradient, which the client state stores. The state of the
     rule contains the mean $c$ of all control variates, the momentum $g$ and one sum for the buffered updates. Both $c$

@@ -87,7 +87,7 @@ class AvailableClients(Sequence[int]):
 
 
 class ClientSampler(abc.ABC):
-    """Base class of client samplers, which choose the clients of the next tasks after each event.
+    """Base class for client samplers, which choose the clients of the next tasks after each event.
 
     The caller reports each event by one call of `start`, `on_completion`, `on_dropout` or `on_join`, in the order of
     the events. Each of these methods returns a list of clients. The caller then dispatches one task for each entry of

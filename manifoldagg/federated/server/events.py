@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Event:
-    """Base class of all events of a server.
+    """Base class for all events of a server.
 
     Attributes:
         version: the version of the server's model after the event.
@@ -35,7 +35,7 @@ class Event:
 
 @dataclass(frozen=True)
 class TicketEvent(Event):
-    """Base class of events that concern one ticket.
+    """Base class for events that concern one ticket.
 
     Attributes:
         client: the client that the ticket was issued to.

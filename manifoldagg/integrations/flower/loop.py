@@ -37,7 +37,7 @@ EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class TrainingLoop(Strategy):
-    """Base class of the strategy, which runs the rounds of training and evaluation.
+    """Base class for the strategy, which runs the rounds of training and evaluation.
 
     A round does not wait for the slowest nodes. Subclasses build the messages and process the replies.
 
