@@ -140,7 +140,7 @@ def draw_accuracy(
 def draw_clients(
     path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *, title: str, metric: str = "accuracy"
 ) -> None:
-    """Draw the sorted accuracies of the clients. Each position shows the mean over the seeds of a method.
+    """Draw the accuracies of the clients, from the worst to the best client. Each point is a mean over the seeds.
 
     Args:
         path: the path of the plot.

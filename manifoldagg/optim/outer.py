@@ -497,7 +497,7 @@ def _to_dtensor(shard: Tensor, p: Any) -> Any:
 
 
 def _reduce_across_ranks(p: Any) -> AbstractContextManager[None]:
-    """Return a context in which inner products are reduced over all ranks that store a shard of `p`.
+    """Return a context manager that adds up inner products over all ranks with a shard of `p`.
 
     Raises:
         ArgumentError: if `p` is sharded along more than one dimension of the mesh, or if `p` is a partial sum.

@@ -71,11 +71,11 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @property
     def relative_delay(self) -> np.ndarray:
-        r"""The mean delays $E[D_i] = E[X_i]$ in updates, (n,).
+        r"""The mean relative delays $E[D_i] = E[X_i]$ of the clients, in updates, (n,).
 
-        The delay $D_i$ is the number of updates that the server receives during a task, if the task is at client i. For
-        a task at another client, $D_i$ is 0. The sum of $E[D_i]$ over the clients is m - 1. The mean delay of the tasks
-        of client i alone is $E[D_i] / p_i$.
+        Consider a random task. If the task is at client i, the relative delay $D_i$ is the number of updates that the
+        server receives during this task. Otherwise, $D_i$ is 0. The relative delays of all clients therefore add up to
+        m - 1. The mean delay of the tasks of client i is $E[D_i] / p_i$.
         """
         return self._mean_value_steps[1]
 

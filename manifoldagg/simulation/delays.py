@@ -1,9 +1,9 @@
 r"""Distributions of the duration of one unit of work, sampled by the inverse-transform method.
 
-If U is uniform on [0, 1), $F^{-1}(U)$ has the distribution function F. Every draw consumes exactly one uniform number
-of the generator. Runs with the same seed therefore use the same uniform numbers for all distributions. U has 53 bits,
-so draws from a normal distribution are within 8.2 standard deviations. An invalid parameter raises an `ArgumentError`
-that names the parameter.
+A draw is $F^{-1}(U)$, where F is the distribution function and U is uniform on [0, 1). Every draw uses exactly one
+uniform number, so runs with the same seed use the same uniform numbers for all distributions. The draws are bounded,
+because U has only 53 bits: for example, a normal draw is at most 8.2 standard deviations from its mean. Invalid
+parameters raise an `ArgumentError`.
 """
 
 import math

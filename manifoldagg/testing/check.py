@@ -1,4 +1,4 @@
-"""The function `check_manifold`, which checks the laws of a manifold at many distances and in both dtypes."""
+"""The function `check_manifold`, which tests the laws of a manifold at many distances, in float32 and float64."""
 
 import math
 from collections.abc import Iterable

@@ -94,13 +94,13 @@ class TrainingTask:
 class BaseTrainer(KeywordHints, abc.ABC):
     """Base class for trainers.
 
-    A subclass implements two methods: `_train`, which trains and returns a payload, and `num_steps`, which predicts the
-    number of steps. If the subclass has options, declare them as the fields of a frozen dataclass.
+    A subclass implements two methods: `_train` trains and returns a payload, and `num_steps` predicts the number of
+    steps. If the subclass has options, declare them as fields of a frozen dataclass.
 
     The base class handles the buffers of the model:
 
-    - Before the training, it initialises the buffers of the loss from the message.
-    - After the training, it adds the requested buffers to the payload, unless the payload already contains buffers.
+    - Before training, it copies the buffers of the message into the loss.
+    - After training, it adds the requested buffers to the payload, unless the payload already contains buffers.
 
     A trainer does not have to be a subclass. Any object with a `train` method is a
     [`Trainer`][manifoldagg.federated.Trainer].

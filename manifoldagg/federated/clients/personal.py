@@ -72,7 +72,7 @@ def load_personal(model: nn.Module, client_state: ClientState) -> nn.Module:
     """Copy the personal tensors of a client state into a module, and return the module.
 
     Use this function to evaluate a client's own model: load the server's model into the module, then call this
-    function. If the client state is `None`, as before the client's first task, the module does not change.
+    function. Before a client's first task, its state is `None`, and the module does not change.
 
     Args:
         model: a module that has tensors with the names of the personal tensors.

@@ -772,8 +772,8 @@ class Server:
     def close(self) -> None:
         """Close the server: drop all tickets, delete the client states, and close all files.
 
-        You can still read the model, the receipts and the history of a closed server. The method waits for a running
-        update and for a checkpoint that is being written.
+        You can still read the model, the receipts and the history of a closed server. If an update is being applied or
+        a checkpoint is being written, the method waits until this is done.
 
         Raises:
             ArgumentError: if the method is called within an update or a journal write.

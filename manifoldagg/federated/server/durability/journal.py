@@ -203,8 +203,8 @@ class JournalWriter:
     def write(self) -> None:
         """Write the pending records.
 
-        A re-entrant call, for example from a signal handler, returns immediately. The outer call then writes its
-        records.
+        A re-entrant call, for example from a signal handler, returns immediately. The interrupted call then writes
+        the records of both calls.
 
         Raises:
             CheckpointError: if the records cannot be written. They stay pending, and the next call writes them.
