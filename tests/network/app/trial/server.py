@@ -9,7 +9,7 @@ import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
-from manifoldagg.federated import CheckpointPolicy, Server
+from manifoldagg.federated import CheckpointPolicy, Durability, Server
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.federated.server.events import Accepted, Event, Rejected
 from manifoldagg.integrations.flower import Asynchronous
@@ -71,7 +71,7 @@ def main(grid: Grid, context: Context) -> None:
         task_timeout=config["task_timeout"],
         min_available_nodes=config["least"],
         fraction_evaluate=config["evaluate"],
-        checkpoint=CheckpointPolicy(folder / "server.checkpoint", every_updates=1),
+        durability=Durability(CheckpointPolicy(folder / "server.checkpoint", every_updates=1)),
         resume=config["resume"],
     )
     done = threading.Event()
