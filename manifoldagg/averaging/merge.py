@@ -143,8 +143,13 @@ def merge(
 def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None = None) -> MergeInfo:
     """Carry out the plan of a merge.
 
-    In contrast to [`merge`][manifoldagg.averaging.merge], which describes the other arguments and the errors, this
-    function issues no warnings. If the mean may not be meaningful, the field `warnings` of the result states why.
+    The function returns the same result and raises the same errors as [`merge`][manifoldagg.averaging.merge], but it
+    issues no warnings. If the mean may not be meaningful, the field `warnings` of the result states why.
+
+    Args:
+        plan: the result of `plan_merge`.
+        resume: whether to continue an interrupted merge. Otherwise the merge starts again.
+        progress: a function that is called after each step with the number of processed bytes and the total number.
     """
     total = plan.bytes_read + plan.bytes_written
     done = 0

@@ -311,7 +311,8 @@ def plan_merge(
 ) -> MergePlan:
     """Plan a merge: read and compare the headers of the checkpoints, but not the tensors in the files.
 
-    The arguments and errors are the same as those of [`merge`][manifoldagg.averaging.merge].
+    The arguments `models`, `weights`, `out`, `method`, `scope`, `t`, `manifolds` and `shard_size`, and the errors are
+    the same as those of [`merge`][manifoldagg.averaging.merge].
     """
     given = len(models) if isinstance(models, Sequence) and not isinstance(models, str | bytes) else short_repr(models)
     if not isinstance(given, int) or not MIN_MODELS <= given <= MAX_MODELS:

@@ -126,6 +126,11 @@ def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect
     A displacement conflicts with the drift if their inner product is negative or zero. Other displacements remain
     unchanged. The correction is `OrthoCorrect` with $\alpha = 0$ and $\vartheta = 0$.
 
+    Args:
+        clip: whether to use the continuous form, as in `OrthoCorrect`.
+        granularity: `"model"` for one correction of the whole model, or `"tensor"` for a separate correction of each
+            tensor.
+
     Source: Report §3.
 
     Example:
@@ -142,6 +147,11 @@ def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
     `OrthoCorrect` with $\alpha = 1$ and $\vartheta = 0$. With `clip`, it equals gradient surgery on $v - g$. Without
     `clip`, it differs from gradient surgery on $v - g$ if $0 < \langle v, g\rangle < \langle g, g\rangle$.
 
+    Args:
+        clip: whether to use the continuous form, as in `OrthoCorrect`.
+        granularity: `"model"` for one correction of the whole model, or `"tensor"` for a separate correction of each
+            tensor.
+
     Source: Report §3.
 
     Example:
@@ -156,6 +166,10 @@ def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
 
     The correction is `OrthoCorrect` with $\vartheta = 1$. Every displacement counts as a conflict, so $\alpha$ has no
     effect.
+
+    Args:
+        granularity: `"model"` for one correction of the whole model, or `"tensor"` for a separate correction of each
+            tensor.
 
     Source: Report §3.
 

@@ -116,6 +116,10 @@ def check_rate(rate: Rate, name: str = "rate") -> Rate:
 def rate_at(rate: Rate, version: int) -> float:
     r"""Return the rate $\eta(\tau)$ at the version $\tau$ as a number.
 
+    Args:
+        rate: a number, or a function of the version.
+        version: the version $\tau \ge 0$ of the model.
+
     Raises:
         RuleError: if `rate` is a function that does not return a finite number $\ge 0$. Exceptions of the function
             propagate.
@@ -129,6 +133,10 @@ def rate_at(rate: Rate, version: int) -> float:
 
 def weight_at(weight: Weight, staleness: int) -> float:
     """Return the staleness weight $s(x)$ at the staleness $x$ as a number.
+
+    Args:
+        weight: a function of the staleness, such as those of `manifoldagg.federated.staleness`.
+        staleness: the staleness of the update, in versions.
 
     Raises:
         RuleError: if `weight` does not return a finite number >= 0. Exceptions of `weight` propagate.

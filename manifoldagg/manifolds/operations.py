@@ -12,6 +12,11 @@ __all__ = ["distance", "geodesic", "norm", "pole_ladder", "schild_ladder"]
 def norm(space: Manifold, x: Point, u: Tangent) -> Scalar:
     r"""Compute the norm $\|u\|_x = \sqrt{\langle u, u\rangle_x}$, (*batch,). Its gradient at $u = 0$ is 0.
 
+    Args:
+        space: the manifold.
+        x: points (*batch, *shape).
+        u: tangent vectors at `x` (*batch, *shape).
+
     Example:
         >>> import torch
         >>> from manifoldagg.manifolds import Flat
@@ -26,6 +31,11 @@ def distance(space: Manifold, x: Point, y: Point) -> Scalar:
     r"""Compute the distance $d(x, y) = \|\log_x y\|_x$ of points within the injectivity radius, (*batch,).
 
     The gradient at $y = x$ is 0.
+
+    Args:
+        space: the manifold.
+        x: points (*batch, *shape).
+        y: points (*batch, *shape).
 
     Example:
         >>> import torch
@@ -66,6 +76,13 @@ def pole_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int =
     the error, scale $u$ as well: the error of `k * pole_ladder(space, x, y, u / k, rungs=k)` is proportional to
     $1/k^2$.
 
+    Args:
+        space: the manifold.
+        x: start points (*batch, *shape).
+        y: end points (*batch, *shape).
+        u: tangent vectors at `x` (*batch, *shape).
+        rungs: the number of rungs, which divide the geodesic from `x` to `y` into equal segments.
+
     Raises:
         ArgumentError: if `rungs` is not a positive integer.
 
@@ -85,6 +102,13 @@ def schild_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int
     r"""Transport `u` from `x` to `y` by geodesic parallelograms.
 
     One rung maps $u$ at $x$ to $\log_y(\exp_x(2 \log_x m))$, where $m$ is the midpoint of $\exp_x u$ and $y$.
+
+    Args:
+        space: the manifold.
+        x: start points (*batch, *shape).
+        y: end points (*batch, *shape).
+        u: tangent vectors at `x` (*batch, *shape).
+        rungs: the number of rungs, which divide the geodesic from `x` to `y` into equal segments.
 
     Raises:
         ArgumentError: if `rungs` is not a positive integer.
