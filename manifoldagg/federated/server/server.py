@@ -38,6 +38,7 @@ from manifoldagg.federated.server.records import HistoryRow
 from manifoldagg.federated.server.state import ANY_CLIENT, ServerCore, ServerState
 from manifoldagg.federated.server.state_dicts import (
     MODEL_NAMES,
+    check_no_model_options,
     field_names,
     initial_model,
     model_space,
@@ -108,14 +109,16 @@ class Server:
             updates uses the sample counts as weights, or equal weights for `"uniform"`.
         limits: the limits on updates, tickets, queued updates and stored records. If you pass an `UpdateLimits`, the
             other limits keep their defaults.
-        durability: the policy for checkpoints and the journal. The constructor rejects a journal that already exists.
+        durability: the policy for checkpoints and the journal. The constructor does not replace existing files. To
+            continue with existing files, call `open` or `resume`.
         memory: the memory limit for older versions and client states.
         averaging: an average over the versions of the model. It receives every new version, in order. It may store
             the models but must not modify them.
         clock: a function that returns the time in seconds, such as the clock of a simulation.
 
     Raises:
-        ArgumentError: if an argument is invalid. The message starts with the name of the argument.
+        ArgumentError: if an argument is invalid, or if a file of `durability` already exists. The message starts with
+            the name of the argument.
         CheckpointError: if the server cannot create the journal.
 
     Example:
@@ -249,11 +252,15 @@ class Server:
     def open(
         cls,
         path: str | Path,
-        space: Manifold,
+        space: Manifold | torch.nn.Module | Mapping[str, Tensor],
         rule: Rule,
-        start: Float[Tensor, " P"] | InitialModel,
+        start: Float[Tensor, " P"] | InitialModel | None = None,
         *,
         replace: bool = False,
+        buffer_policy: BufferPolicy | None = None,
+        manifolds: Assignment | None = None,
+        adapters: bool | None = None,
+        scaling: Scaling = 1.0,
         **options: Any,
     ) -> "Server":
         """Resume a server if its checkpoint or its journal exists. Otherwise, start a new server.
@@ -265,22 +272,58 @@ class Server:
         Args:
             path: the path of the checkpoint, as in `resume`. `open` only reads this file. To write checkpoints to it,
                 also pass the option `durability`.
-            space: the space of the models.
+            space: the space of the models, or a module or a state dict with the initial model, as in `of`.
             rule: the aggregation rule, as in `resume`.
-            start: the initial model of a new server. A resumed server ignores it.
+            start: the initial model of a new server in a space, with its buffers, as in the constructor. It is `None`
+                if `space` is a module or a state dict. A resumed server ignores the values of the initial model.
             replace: whether to accept another rule or clock than the saved one, as in `resume`.
+            buffer_policy: the policies of the buffers of a module or a state dict, as in `of`. A resumed server keeps
+                its saved policies unless you pass new ones.
+            manifolds: the manifolds of the parameters of a module or a state dict, as in `of`.
+            adapters: whether a state dict contains adapter factors, as in `of`.
+            scaling: the factor of the products of adapter factors, as in `of`.
             **options: keyword arguments of the constructor.
 
         Raises:
             CheckpointError: for the same reasons as in `resume`.
             ArgumentError: if an argument is invalid.
+
+        Example:
+            >>> import tempfile
+            >>> from manifoldagg.federated import CheckpointPolicy
+            >>> from manifoldagg.federated.rules import FedAsync
+            >>> model, rule = torch.nn.Linear(2, 1), FedAsync(rate=0.5)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     durability = Durability(CheckpointPolicy(folder + "/server", every_updates=1))
+            ...     for run in range(2):
+            ...         server = Server.open(folder + "/server", model, rule, durability=durability)
+            ...         ticket = server.dispatch("ward-7")
+            ...         receipt = server.receive_model(ticket, ticket.state_dict(), samples=10)
+            ...         server.close()
+            >>> receipt.version
+            2
         """
         check_rule(rule, "Server.open(path, space, rule, start)")
         journal = check_option("durability", options.get("durability", Durability()), Durability).journal
         has_journal = isinstance(journal, Journal) and bool(journal.segments())
-        if not check_path(path).exists() and not has_journal:
-            return cls(space, rule, start, **options)
-        return cls.resume(path, space, rule, replace=replace, **options)
+        model_options: dict[str, Any] = {"manifolds": manifolds, "adapters": adapters, "scaling": scaling}
+        if isinstance(space, Manifold):
+            if start is None:
+                raise ArgumentError("start: expected the initial model of the space, got None")
+            check_no_model_options(**model_options)
+        elif start is not None:
+            raise ArgumentError("start: expected None, because the module or the state dict is the initial model")
+        if check_path(path).exists() or has_journal:
+            return cls.resume(
+                path, space, rule, replace=replace, buffer_policy=buffer_policy, **model_options, **options
+            )
+        if not isinstance(space, Manifold):
+            policies = () if buffer_policy is None else buffer_policy
+            return cls.of(space, rule, buffer_policy=policies, **model_options, **options)
+        if buffer_policy is not None:
+            raise ArgumentError("buffer_policy: expected None for a space; pass start=InitialModel(buffer_policy=...)")
+        assert start is not None
+        return cls(space, rule, start, **options)
 
     @classmethod
     @suggests_keywords("Server.resume", __init__)

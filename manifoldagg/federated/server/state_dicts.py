@@ -31,6 +31,7 @@ from manifoldagg.manifolds.parameters import check_unscaled
 
 __all__ = [
     "MODEL_NAMES",
+    "check_no_model_options",
     "field_names",
     "initial_model",
     "map_paths",
@@ -119,10 +120,7 @@ def resumed_space(
     `Server.resume`. The returned policies are `None` if the server keeps the saved policies.
     """
     if isinstance(model, Manifold):
-        for name, value in (("manifolds", manifolds), ("adapters", adapters), ("scaling", scaling)):
-            default = 1.0 if name == "scaling" else None
-            if not (value is default or (type(value) is float and value == default)):
-                raise ArgumentError(f"{name}: expected {default} if model is a space, got {short_repr(value)}")
+        check_no_model_options(manifolds, adapters, scaling)
         return model, buffer_policy
     # Saved names are escaped, because they may contain special characters of glob patterns. They are passed as a
     # sequence, in which a pattern without a matching buffer is valid.
@@ -130,6 +128,18 @@ def resumed_space(
     policies = saved if buffer_policy is None else buffer_policy
     space, policies = model_space(model, policies, manifolds, adapters, scaling, is_resumed=True)
     return space, None if buffer_policy is None else policies
+
+
+def check_no_model_options(manifolds: Assignment | None, adapters: bool | None, scaling: Scaling) -> None:
+    """Check that the options of modules and state dicts have their defaults, because a space determines them.
+
+    Raises:
+        ArgumentError: if an option has another value.
+    """
+    for name, value in (("manifolds", manifolds), ("adapters", adapters), ("scaling", scaling)):
+        default = 1.0 if name == "scaling" else None
+        if not (value is default or (type(value) is float and value == default)):
+            raise ArgumentError(f"{name}: expected {default} if model is a space, got {short_repr(value)}")
 
 
 def payload_loader(

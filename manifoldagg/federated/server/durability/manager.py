@@ -86,12 +86,16 @@ class DurabilityManager:
 
         Raises:
             CheckpointError: if a file cannot store a value, or if the journal cannot be written.
-            ArgumentError: if the name of a client is neither a string nor an integer, or if the journal already exists.
+            ArgumentError: if the name of a client is neither a string nor an integer, or if a new server would replace
+                an existing checkpoint or journal.
         """
         if durability == Durability():
             return
         check_storable(self._core, weights)
         if durability.checkpoint is not None:
+            path = Path(durability.checkpoint.path)
+            if not is_resumed and path.exists():
+                raise ArgumentError(f"checkpoint: {path}: already exists; resume with `Server.open`")
             self.checkpoints = CheckpointWriter(durability.checkpoint, self._publish)
         journal = durability.journal
         if isinstance(journal, Journal) and not is_resumed:

@@ -1244,3 +1244,49 @@ def test_open_ignores_the_initial_model_and_its_buffers_on_a_resume(tmp_path, wi
     before = state(server)
     server.close()
     assert state(opened(2.0)) == before
+
+
+@pytest.mark.parametrize("with_journal", [False, True])
+def test_open_accepts_a_module_and_resumes_its_buffers(tmp_path, with_journal):
+    network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    policy = CheckpointPolicy(tmp_path / FILE, every_updates=1)
+    files = {"journal": tmp_path / LINES} if with_journal else {"checkpoint": policy}
+
+    def opened(**options):
+        return Server.open(tmp_path / FILE, network, FedAsync(0.5), **options, **grouped(**files))
+
+    server = opened(buffer_policy={"1.running_mean": "latest"})
+    model = server.state_dict() | {"1.running_mean": torch.full((2,), 3.0)}
+    server.receive_model(server.dispatch("a"), model, samples=10).check()
+    before = state(server)
+    server.close()
+    resumed = opened()
+    assert state(resumed) == before
+    assert resumed.state_dict()["1.running_mean"].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((SPACE,), {}, "start: expected the initial model of the space, got None"),
+        ((SPACE, torch.zeros(SIZE)), {"scaling": 2.0}, "scaling: expected 1.0 if model is a space"),
+        ((SPACE, torch.zeros(SIZE)), {"buffer_policy": ["b"]}, "buffer_policy: expected None for a space"),
+        ((nn.Linear(2, 1), torch.zeros(3)), {}, "start: expected None, because the module or the state dict"),
+        ((5,), {}, "model: expected a torch.nn.Module or a state dict, got 5"),
+    ],
+)
+def test_open_rejects_contradicting_models(tmp_path, arguments, options, words):
+    space, *start = arguments
+    with pytest.raises(ArgumentError, match=words):
+        Server.open(tmp_path / FILE, space, FedAsync(0.5), *start, **options)
+
+
+def test_new_server_does_not_replace_a_checkpoint(tmp_path):
+    files = {"checkpoint": CheckpointPolicy(tmp_path / FILE, every_updates=1)}
+    server = fresh(**files)
+    server.receive(server.dispatch("a"), answer(1)).check()
+    server.close()
+    before = (tmp_path / FILE).read_bytes()
+    with pytest.raises(ArgumentError, match="checkpoint: .*already exists; resume with `Server.open`"):
+        fresh(**files)
+    assert (tmp_path / FILE).read_bytes() == before
