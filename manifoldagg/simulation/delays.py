@@ -47,20 +47,38 @@ HALF_NORMAL_SCALE = math.sqrt(math.pi / 2)
 
 
 class Delay(ABC):
-    """Base class for distributions of the seconds for one unit of work. `work` units take `work` times as long."""
+    """Base class for distributions of the seconds for one unit of work. `work` units take `work` times as long.
+
+    A subclass implements two methods: `mean_of_unit` returns the mean, and `inverse_cdf` returns quantiles. An object
+    must be immutable, so a subclass is usually a frozen dataclass.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class Triangular(Delay):
+        ...     longest: float
+        ...     def mean_of_unit(self):
+        ...         return self.longest / 2
+        ...     def inverse_cdf(self, probability):
+        ...         left = math.sqrt(probability / 2)
+        ...         return self.longest * (left if probability < 0.5 else 1 - math.sqrt((1 - probability) / 2))
+        >>> Triangular(4.0).quantile(0.5), Triangular(4.0).expected(work=3.0)
+        (2.0, 6.0)
+    """
 
     def __deepcopy__(self, memo: object) -> "Delay":
         return self  # delays are immutable, so a copy of a scheduler shares them
 
     @abstractmethod
-    def _mean(self) -> float: ...
+    def mean_of_unit(self) -> float:
+        """Return the mean seconds of one unit of work."""
 
     @abstractmethod
-    def _invert(self, probability: float) -> float: ...
+    def inverse_cdf(self, probability: float) -> float:
+        """Return the seconds of one unit of work at a probability in [0, 1), which increase with the probability."""
 
     def expected(self, work: float = 1.0) -> float:
         """Return the mean seconds of `work` units."""
-        return work * self._mean()
+        return work * self.mean_of_unit()
 
     def quantile(self, probability: float) -> float:
         """Return the quantile of the seconds for one unit of work at `probability`.
@@ -73,11 +91,11 @@ class Delay(ABC):
         """
         if check_number("probability", probability, at_least=0, at_most=1) == 1:
             raise ArgumentError(f"probability: expected a number below 1, got {short_repr(probability)}")
-        return self._invert(float(probability))
+        return self.inverse_cdf(float(probability))
 
     def draw(self, generator: np.random.Generator, work: float = 1.0) -> float:
         """Draw the seconds of `work` units from one uniform number of the generator."""
-        return work * self._invert(generator.random())
+        return work * self.inverse_cdf(generator.random())
 
 
 @dataclass(frozen=True)
@@ -97,10 +115,10 @@ class Deterministic(Delay):
     def __post_init__(self) -> None:
         set_fields(self, seconds=check_number("seconds", self.seconds, at_least=0))
 
-    def _mean(self) -> float:
+    def mean_of_unit(self) -> float:
         return self.seconds
 
-    def _invert(self, probability: float) -> float:
+    def inverse_cdf(self, probability: float) -> float:
         return self.seconds
 
 
@@ -154,14 +172,14 @@ class Gaussian(Delay):
         x = check_vector("delays", delays, at_least=0)
         return Gaussian(float(x.mean()), float(x.std()))
 
-    def _mean(self) -> float:
+    def mean_of_unit(self) -> float:
         return (
             self.location + self.scale * NORMAL.pdf(self.location / self.scale) / self._kept_mass
             if self.scale
             else self.location
         )
 
-    def _invert(self, probability: float) -> float:
+    def inverse_cdf(self, probability: float) -> float:
         return max(0.0, self.location + self.scale * _normal_quantile(self._cut_mass + probability * self._kept_mass))
 
 
@@ -195,7 +213,7 @@ class LogNormal(Delay):
         set_fields(self, mean=mean, deviation=deviation)
         set_fields(self, _location=math.log(mean) - variance / 2, _scale=math.sqrt(variance))
         try:
-            self._invert(MAX_PROBABILITY)
+            self.inverse_cdf(MAX_PROBABILITY)
         except OverflowError:
             raise ArgumentError(
                 f"mean: expected finite delays, got {short_repr(mean)} +- {short_repr(deviation)}"
@@ -216,10 +234,10 @@ class LogNormal(Delay):
         x = check_vector("delays", delays, at_least=0)
         return LogNormal(float(x.mean()), float(x.std()))
 
-    def _mean(self) -> float:
+    def mean_of_unit(self) -> float:
         return self.mean
 
-    def _invert(self, probability: float) -> float:
+    def inverse_cdf(self, probability: float) -> float:
         return math.exp(self._location + self._scale * _normal_quantile(probability)) if probability else 0.0
 
 
@@ -242,7 +260,7 @@ class _MeanParametrised(Delay):
         """
         return cls(float(check_vector("delays", delays, at_least=0).mean()))
 
-    def _mean(self) -> float:
+    def mean_of_unit(self) -> float:
         return self.mean
 
 
@@ -260,7 +278,7 @@ class HalfNormal(_MeanParametrised):
         8.4535
     """
 
-    def _invert(self, probability: float) -> float:
+    def inverse_cdf(self, probability: float) -> float:
         # The lower half of the normal distribution is used, because (1 - u) / 2 is exact and (1 + u) / 2 is not.
         return self.mean * HALF_NORMAL_SCALE * abs(_normal_quantile((1 - probability) / 2))
 
@@ -298,10 +316,10 @@ class Uniform(Delay):
         low, high = np.percentile(check_vector("delays", delays, at_least=0), [5, 95])
         return Uniform(float(low), float(high))
 
-    def _mean(self) -> float:
+    def mean_of_unit(self) -> float:
         return self.low + (self.high - self.low) / 2
 
-    def _invert(self, probability: float) -> float:
+    def inverse_cdf(self, probability: float) -> float:
         return self.low + probability * (self.high - self.low)
 
 
@@ -317,7 +335,7 @@ class Exponential(_MeanParametrised):
         6.9315
     """
 
-    def _invert(self, probability: float) -> float:
+    def inverse_cdf(self, probability: float) -> float:
         return -self.mean * math.log1p(-probability)
 
 
@@ -362,10 +380,10 @@ class Empirical(Delay):
         i = int(generator.random() * len(self.computation))
         return work * self.computation[i] + self.communication[i]
 
-    def _mean(self) -> float:
+    def mean_of_unit(self) -> float:
         return float(np.mean(self.delays))
 
-    def _invert(self, probability: float) -> float:
+    def inverse_cdf(self, probability: float) -> float:
         return self.delays[int(probability * len(self.computation))]
 
     @staticmethod

@@ -53,10 +53,10 @@ class PerTask(Delay):
     def draw(self, generator: np.random.Generator, work: float = 1.0) -> float:
         return self.delay.draw(generator)
 
-    def _mean(self) -> float:
+    def mean_of_unit(self) -> float:
         return self.delay.expected()
 
-    def _invert(self, probability: float) -> float:
+    def inverse_cdf(self, probability: float) -> float:
         return self.delay.quantile(probability)
 
 
