@@ -174,6 +174,8 @@ def read(path: Path, summary: Summary) -> Iterator[dict[str, Any]]:
             return
         if kind == log_format.KIND:
             segments = [path]
+    if not segments and not path.exists():
+        raise ArgumentError(f"path: {path} does not exist")
     if not segments:
         raise ArgumentError(f"path: expected a checkpoint or a journal of a server, got {str(path)!r}")
     summary.kind = "journal"

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from manifoldagg._result_repr import format_result
-from manifoldagg._validation import check_finite
+from manifoldagg._validation import check_finite, short_repr
 from manifoldagg.corrections.frame import Frame
 from manifoldagg.corrections.gram import Gram, Matrix, lost_to_cancellation
 from manifoldagg.corrections.transport import DEFAULT_RUNGS
@@ -213,7 +213,8 @@ class Correction(abc.ABC):
                 computes the inner products of this vector with the rows. The vector itself is not corrected.
 
         Raises:
-            ArgumentError: if inner products overflow float64, or if the correction does not support such a frame.
+            ArgumentError: if inner products overflow float64, if the correction does not support such a frame, or if
+                `coefficients` returns an object that is not an array with this shape.
 
         Cost: one pass that reads the rows. Forming the rows that the correction adds, and calling `displacements` on
         the result, cost additional passes.
@@ -229,6 +230,11 @@ class Correction(abc.ABC):
             products = gram.parts[:, -1]
             gram = Gram(gram.parts[:, :-1, :-1], frame.extra, gram.segments)
         matrix, state = self.coefficients(gram, state)
+        if not isinstance(matrix, np.ndarray) or matrix.shape[-2:] != (frame.num_displacements, len(frame.rows)):
+            raise ArgumentError(
+                f"correction: {type(self).__name__}.coefficients: expected an array of shape "
+                f"({frame.num_displacements}, {len(frame.rows)}), such as gram.identity(), got {short_repr(matrix)}"
+            )
         if self.keeps_state:
             state = self.update_state(frame, matrix, state)
         return Corrected(frame, gram, matrix, state, gram, products)

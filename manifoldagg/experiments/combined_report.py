@@ -239,6 +239,8 @@ def load_reports(folders: Iterable[Path | str]) -> CombinedReport:
         ArgumentError: if a folder is not a report (the message describes the fault), or if two reports contain a run of
             the same problem, method and seed.
     """
+    if isinstance(folders, str | Path):
+        raise ArgumentError(f"folders: expected a list of folders, got {str(folders)!r}; write [{str(folders)!r}]")
     return CombinedReport(*read_reports(folders))
 
 

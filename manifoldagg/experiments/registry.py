@@ -280,7 +280,14 @@ def _build_method(spec: Spec, global_rate: float | None = None) -> Method:
         rule_options[f"{rate}.start"] = repr(start if type(start) in (int, float) else 1.0)
         rate = f"{rate}.start"
         fixed = False
+    if ":" in spec.name and "rate" in given["trainer"] and "rate" in options:
+        # A user expects that `rate` is an option of the rule, not the learning rate of the clients.
+        raise ArgumentError(
+            f"{where}: the rule has no option 'rate'; for the rate of the clients, write trainer.rate=..."
+        )
     rule = _build_per_clients(where, template.make, rule_options, template.fields)
+    if isinstance(rule, Correction):
+        raise ArgumentError(f"{where}: expected a rule, got a correction; write asynccorrected:correction={spec.name}")
     if not (callable(rule) or isinstance(rule, Rule)):
         raise ArgumentError(
             f"{where}: expected a rule, a class or function that makes one, or a Method, got {short_repr(rule)}"

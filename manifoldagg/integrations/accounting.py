@@ -17,7 +17,7 @@ from manifoldagg.errors import ArgumentError
 __all__ = ["epsilon", "noise_for"]
 
 
-def epsilon(noise: float, *, participations: int, delta: float) -> float:
+def epsilon(noise: float, *, participations: float, delta: float) -> float:
     r"""Compute the smallest $\varepsilon$ for which all models are $(\varepsilon, \delta)$-private for every client.
 
     $$\delta = \Phi\Bigl(\frac{\mu}{2} - \frac{\varepsilon}{\mu}\Bigr)
@@ -29,7 +29,8 @@ def epsilon(noise: float, *, participations: int, delta: float) -> float:
 
     Args:
         noise: the noise multiplier $\sigma > 0$, as in [`Private`][manifoldagg.federated.rules.Private].
-        participations: the number n: the limit of the rule, or the metric `numbers["participations"]`.
+        participations: the number n: the limit of the rule, or the metric `participations` in a row of
+            `Server.history`.
         delta: the probability $\delta$ in (0, 1). Choose a value much smaller than one over the number of clients.
 
     Raises:
@@ -47,7 +48,7 @@ def epsilon(noise: float, *, participations: int, delta: float) -> float:
     return result
 
 
-def noise_for(epsilon: float, *, participations: int, delta: float) -> float:
+def noise_for(epsilon: float, *, participations: float, delta: float) -> float:
     r"""Compute the smallest noise multiplier $\sigma$ for a given $\varepsilon$.
 
     Args:
@@ -68,8 +69,11 @@ def noise_for(epsilon: float, *, participations: int, delta: float) -> float:
     return result
 
 
-def _sqrt_count(participations: int) -> float:
-    return math.sqrt(check_count("participations", participations))
+def _sqrt_count(participations: float) -> float:
+    # Metrics are floats, so an integral float is accepted.
+    is_integral = isinstance(participations, float) and participations.is_integer()
+    count: Any = int(participations) if is_integral else participations
+    return math.sqrt(check_count("participations", count))
 
 
 def _check_delta(delta: float) -> float:

@@ -7,6 +7,8 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from manifoldagg._validation import short_repr
+from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.server.events import (
     Accepted,
     Callback,
@@ -145,7 +147,12 @@ def to_tensorboard(writer: "SummaryWriter") -> Callback:
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`. The caller must close the writer.
+
+    Raises:
+        ArgumentError: if `writer` has no method `add_scalar`.
     """
+    if not callable(getattr(writer, "add_scalar", None)):
+        raise ArgumentError(f"writer: expected a SummaryWriter, got {short_repr(writer)}; write SummaryWriter(folder)")
     rejected: dict[str, int] = {}
 
     def watch(event: Event) -> None:

@@ -111,6 +111,10 @@ class LabelledDataset:
         return format_result(self, name=self.name, inputs=self.inputs, labels=self.labels, target=self.target)
 
     def __post_init__(self) -> None:
+        for name in ("inputs", "labels"):
+            check_instance(name, getattr(self, name), Tensor, f"torch.as_tensor({name})")
+        if isinstance(self.model, nn.Module):
+            raise ArgumentError("model: expected a function that creates a module, got a module")
         samples = len(self.inputs)
         if self.has_label_sets:
             if self.labels.shape[0] != samples or not ((self.labels == 0) | (self.labels == 1)).all():

@@ -9,7 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldagg.corrections import AutoThreshold, DelayCompensated, Frame, Gram, OrthoDC, OrthoDyn, Position, Tangent
+from manifoldagg.corrections import (
+    AutoThreshold,
+    Correction,
+    DelayCompensated,
+    Frame,
+    Gram,
+    OrthoDC,
+    OrthoDyn,
+    Position,
+    Tangent,
+)
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import Flat
 from tests.support import draw, numbers, relative, rotation, scales, seeds
@@ -290,3 +300,14 @@ def test_the_norm_bound_bounds_every_combination():
     parts = Gram.of([[[4.0, 0.0], [0.0, 9.0]], [[1.0, 0.0], [0.0, math.inf]]])
     assert parts.norm_bound(np.array([[1.0, 1.0], [1.0, 0.0]], dtype=object)) == 6.0
     assert parts.norm_bound(np.array([1.0, 1e-3], dtype=object)) == math.inf
+
+
+@pytest.mark.parametrize("result", [[1.0, 0.0], np.ones(2), np.ones((2, 2)), np.ones((1, 3))])
+def test_wrong_shape_of_coefficients_raises_an_error(result):
+    class Wrong(Correction):
+        def coefficients(self, gram, state=None):
+            return result, state
+
+    frame = Frame.of(Flat(2), torch.zeros(2), torch.ones(2), torch.ones(1, 2))
+    with pytest.raises(ArgumentError, match=r"correction: Wrong.coefficients: expected an array of shape \(1, 2\)"):
+        Wrong().apply(frame)

@@ -505,3 +505,22 @@ def test_the_largest_owners_are_clients_or_any():
             set(owners[part]) == {owners[part[0]]} and len(part) == (owners == owners[part[0]]).sum() for part in drawn
         )
     assert seen == set(range(5))
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"inputs": np.ones((2, 3))}, r"inputs: expected a Tensor, got .*torch.as_tensor\(inputs\)"),
+        ({"labels": np.zeros(2, int)}, r"labels: expected a Tensor, got .*torch.as_tensor\(labels\)"),
+        ({"model": nn.Linear(3, 2)}, "model: expected a function that creates a module, got a module"),
+    ],
+)
+def test_label_data_set_rejects_arrays_and_modules(changes, words):
+    fields = {
+        "inputs": torch.ones(2, 3),
+        "labels": torch.zeros(2, dtype=torch.int64),
+        "model": partial(nn.Linear, 3, 2),
+    }
+    with pytest.raises(ArgumentError, match=words):
+        LabelledDataset("own", target=0.5, **(fields | changes))

@@ -250,6 +250,8 @@ def test_rules_of_ones_own_stand_among_others():
         (lambda: method(f"{OWN}:Signs:rate=2"), f"methods: {OWN}:Signs: too fast"),
         (lambda: method(f"{OWN}:Signs:rate=1,rate=2"), f"methods: {OWN}:Signs: rate is given twice"),
         (lambda: method(f"{OWN}:Signs:trainer=locl"), f"methods: {OWN}:Signs: no trainer 'locl'; did you mean local?"),
+        (lambda: method(f"{OWN}:bound:rate=2"), f"methods: {OWN}:bound: the rule has no option 'rate'; for the rate of the clients, write trainer.rate=..."),
+        (lambda: method(f"{OWN}:Shrink"), f"methods: {OWN}:Shrink: expected a rule, got a correction; write asynccorrected:correction={OWN}:Shrink"),
         (lambda: method("nowhere:Signs"), "methods: nowhere:Signs: expected a method or an importable module, got 'nowhere'"),
         (lambda: method("./own:Signs"), "methods: ./own:Signs: expected a method or an importable module, got './own'"),
         (lambda: method("fedbuff:5"), "methods: fedbuff: no option ''"),

@@ -464,3 +464,8 @@ def test_units_suit_the_largest_value():
     assert plots.axis_unit("bytes", 1e9)[:2] == (1e9, "GB")
     assert plots.axis_unit("gradients", 0)[:2] == (1, "")
     assert plots.axis_unit("time", 1e12)[:2] == (1, "s")
+
+
+def test_load_reports_rejects_a_single_path(tmp_path):
+    with pytest.raises(ArgumentError, match=r"folders: expected a list of folders, got .*; write \["):
+        load_reports(str(tmp_path))

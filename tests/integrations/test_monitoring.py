@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from manifoldagg import tensor_file
-from manifoldagg.errors import CheckpointError
+from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import Payload, Server, ServerLimits
 from manifoldagg.federated.rules import FedBuff, FedOrtho
 from manifoldagg.integrations.monitoring import PROMETHEUS_METRICS, to_logging, to_prometheus, to_tensorboard
@@ -234,3 +234,8 @@ def test_without_prometheus_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'manifoldagg\[prometheus\]'"):
         to_prometheus()
+
+
+def test_tensorboard_rejects_a_path_instead_of_a_writer(tmp_path):
+    with pytest.raises(ArgumentError, match=r"writer: expected a SummaryWriter, got .*; write SummaryWriter\(folder\)"):
+        to_tensorboard(str(tmp_path))

@@ -1,6 +1,7 @@
 """GramRule: the base class of rules that compute a step from a Gram matrix."""
 
 import abc
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -82,6 +83,14 @@ class GramRule(TangentRule):
     granularity = "model"
     overshoot = "clamp"
     fixed_coefficients: ClassVar[tuple[float, ...] | None] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        is_field = "rate" in inspect.get_annotations(cls) or not callable(cls.rate)
+        if is_field and cls.step_size is GramRule.step_size:
+            raise TypeError(
+                f"{cls.__name__}.rate: expected a method rate(state, update), got a field; rename the field"
+            )
 
     @abc.abstractmethod
     def coefficients(self, gram: Gram, state: State) -> tuple[Any, State]:

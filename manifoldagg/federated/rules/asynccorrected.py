@@ -1,7 +1,7 @@
 """AsyncCorrected: a step along the client's curve with any correction."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from manifoldagg._validation import short_repr
 from manifoldagg.corrections import Correction, Tangent
@@ -73,5 +73,7 @@ class AsyncCorrected(ScheduledRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.correction, Correction):
-            raise ArgumentError(f"correction: expected a Correction, got {short_repr(self.correction)}")
+        given: Any = self.correction
+        if not isinstance(given, Correction):
+            hint = f"; write {given.__name__}()" if isinstance(given, type) else ""
+            raise ArgumentError(f"correction: expected a Correction, got {short_repr(given)}{hint}")

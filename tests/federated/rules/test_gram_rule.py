@@ -187,3 +187,25 @@ def test_plan_defers_the_computation_to_step():
     _, done = rule.step(space, rule.init(space, start), update, out=out)
     assert done.model is out
     assert bits(planned.model.compute()) == bits(out)
+
+
+def test_a_field_that_hides_the_method_rate_is_rejected():
+    with pytest.raises(TypeError, match=r"Scaled.rate: expected a method rate\(state, update\), got a field"):
+
+        @dataclass(frozen=True)
+        class Scaled(Ortho):
+            rate: float = 0.5
+
+
+def test_a_field_rate_is_allowed_with_a_step_size():
+    @dataclass(frozen=True)
+    class Scaled(Ortho):
+        rate: float = 0.25
+
+        def step_size(self, state, update, penalty):
+            return self.rate * update.weight
+
+    base, current, client = models(0, 3)
+    ours = aggregate(Scaled(), None, current, base, client)[0]
+    expected = aggregate(FedOrtho(0.25), None, current, base, client)[0]
+    assert bits(ours) == bits(expected)

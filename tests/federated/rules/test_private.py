@@ -449,6 +449,12 @@ def test_accountant_names_arguments_out_of_range(monkeypatch):
     ):
         with pytest.raises(ArgumentError, match=words):
             accounting.epsilon(**{"noise": 1.0, "participations": 1, "delta": 1e-5, **options})
+    # The metric `participations` of a receipt is a float.
+    assert accounting.epsilon(5.0, participations=20.0, delta=1e-5) == accounting.epsilon(
+        5.0, participations=20, delta=1e-5
+    )
+    with pytest.raises(ArgumentError, match=r"participations: expected an integer >= 1, got 2.5"):
+        accounting.epsilon(1.0, participations=2.5, delta=1e-5)
     monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
     with pytest.raises(ModuleNotFoundError, match=r"dp_accounting: pip install 'manifoldagg\[privacy\]'"):
         accounting.epsilon(1.0, participations=1, delta=1e-5)
