@@ -272,7 +272,8 @@ class Server:
         Args:
             path: the path of the checkpoint, as in `resume`. `open` only reads this file. To write checkpoints to it,
                 also pass the option `durability`.
-            space: the space of the models, or a module or a state dict with the initial model, as in `of`.
+            space: the space of the models, or a module or a state dict with the initial model, as in `of`. If some
+                layers are personal, pass a space.
             rule: the aggregation rule, as in `resume`.
             start: the initial model of a new server in a space, with its buffers, as in the constructor. It is `None`
                 if `space` is a module or a state dict. A resumed server ignores the values of the initial model.
