@@ -68,7 +68,7 @@ CASES = [*((name, wire_form) for name in WHOLE), *((name, plain_form) for name i
 
 @pytest.mark.parametrize("model", [None, dropping], ids=["plain", "drawing-with-statistics"])
 @pytest.mark.parametrize(("name", "form"), CASES, ids=lambda case: getattr(case, "__name__", case))
-def test_a_node_answers_as_a_client_of_the_simulator_bit_for_bit(name, form, model):
+def test_node_and_simulated_client_return_equal_bits(name, form, model):
     of = federation(model)
     asked = method(name)
     space = ParameterSpace.of(of.model())
@@ -103,7 +103,7 @@ class Counts:
         return Payload(message.start[None], 1, numbers={"count": count}, client_state=kept)
 
 
-def test_memory_and_count_stay_on_the_node_and_no_code_is_kept():
+def test_client_state_and_task_count_stay_on_the_node_without_code():
     of = federation()
     space = ParameterSpace.of(of.model())
     message = Message(space.point(of.model()))
@@ -128,7 +128,7 @@ def test_memory_and_count_stay_on_the_node_and_no_code_is_kept():
 
 
 @pytest.mark.parametrize("form", [wire_form, plain_form])
-def test_what_training_raises_comes_out_and_the_next_task_is_another(form):
+def test_exception_of_training_propagates_and_the_next_task_runs(form):
     of = federation()
     space = ParameterSpace.of(of.model())
     seen = []
@@ -151,7 +151,7 @@ def test_what_training_raises_comes_out_and_the_next_task_is_another(form):
     assert [memory for _, memory in seen] == [None, {"kept": 1}, {"kept": 1}]
 
 
-def test_a_trainer_may_follow_from_the_run():
+def test_trainer_may_depend_on_the_run_config():
     of = federation()
     space = ParameterSpace.of(of.model())
     context = node(**{"partition-id": 0})
@@ -161,7 +161,7 @@ def test_a_trainer_may_follow_from_the_run():
     assert payload.points.shape[0] == 3
 
 
-def test_half_numbers_and_frozen_parameters_come_back():
+def test_half_precision_and_frozen_parameters_roundtrip():
     def half():
         made = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).bfloat16()
         made[0].weight.requires_grad_(False)
@@ -182,7 +182,7 @@ def test_half_numbers_and_frozen_parameters_come_back():
     assert server.receive(ticket, payloads[1]).accepted
 
 
-def test_mods_are_around_training_and_evaluation():
+def test_mods_wrap_training_and_evaluation():
     of = federation()
     space = ParameterSpace.of(of.model())
     seen = []
@@ -199,7 +199,7 @@ def test_mods_are_around_training_and_evaluation():
 
 
 @pytest.mark.parametrize("form", [wire_form, plain_form])
-def test_evaluation_is_of_the_model_that_came(form):
+def test_evaluation_uses_the_received_model(form):
     of = federation(dropping)
     server = Server.of(of.model(), rules.FedAsync())
     message = server.dispatch(0).message
@@ -227,7 +227,7 @@ def test_evaluation_is_of_the_model_that_came(form):
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
-def test_what_is_no_message_is_refused_and_named(kind):
+def test_invalid_message_is_rejected_by_name(kind):
     of = federation()
     space = ParameterSpace.of(of.model())
     app = app_of(of, clients.Local(epochs=1))
@@ -262,20 +262,20 @@ def test_what_is_no_message_is_refused_and_named(kind):
         ("threads", {"threads": 0}),
     ],
 )
-def test_what_does_not_fit_is_named(name, given):
+def test_invalid_options_are_rejected_by_name(name, given):
     fits = {"trainer": clients.Local(), "model": clusters().model, "data": lambda context, nth: []}
     with pytest.raises(ArgumentError, match=f"^{name}: expected"):
         client_app(**fits | given)
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_function_that_makes_no_module_is_named():
+def test_factory_that_returns_no_module_is_rejected():
     app = client_app(clients.Local(), lambda: 3, lambda context, nth: [])
     with pytest.raises(ArgumentError, match=r"^model: expected a function that returns a module, got int"):
         app(flower_message(RecordDict()), node())
 
 
-def test_batches_that_are_over_after_an_epoch_are_named():
+def test_iterators_of_batches_are_rejected():
     of = federation()
     space = ParameterSpace.of(of.model())
     content = plain_form(Message(space.point(of.model())), space)

@@ -82,7 +82,7 @@ def test_a_model_is_packed_once_for_each_version(model, options, monkeypatch):
 
 
 @pytest.mark.parametrize(("model", "options"), MODELS.values(), ids=MODELS)
-def test_the_model_of_a_round_is_the_servers_with_arrays_of_its_own(model, options):
+def test_model_of_a_round_is_a_copy_of_the_server_model(model, options):
     server, codec = codec_of(model, **options)
     for _ in range(3):
         expected = data_of(array_record(server.state_dict()))
@@ -108,7 +108,7 @@ def test_a_client_that_replaces_arrays_of_its_message_changes_no_other():
     assert data_of(other["arrays"]) == before == data_of(codec.dispatch(3)[1]["arrays"])
 
 
-def test_a_packed_model_lasts_no_longer_than_its_version():
+def test_packed_model_is_released_with_its_version():
     server, codec = codec_of()
     ticket, records = codec.dispatch(1)
     packed = weakref.ref(records["arrays"]["weight"])
@@ -127,7 +127,7 @@ def test_a_packed_model_lasts_no_longer_than_its_version():
     assert data_of(codec.model()) == data_of(array_record(server.state_dict()))
 
 
-def test_a_message_that_waits_keeps_the_model_of_its_version():
+def test_queued_message_keeps_the_model_of_its_version():
     """Its ticket is gone, so that the server writes newer models into the memory of this version."""
     server, codec = codec_of()
     waiting, records = codec.dispatch(1)
@@ -138,7 +138,7 @@ def test_a_message_that_waits_keeps_the_model_of_its_version():
     assert data_of(records["arrays"]) == expected
 
 
-def test_the_server_reuses_no_memory_of_a_shared_message():
+def test_server_does_not_reuse_the_memory_of_a_shared_message():
     server, codec = codec_of()
     ticket, base = server.dispatch_shared(1)
     assert isinstance(base, InMemoryTree)
@@ -150,7 +150,7 @@ def test_the_server_reuses_no_memory_of_a_shared_message():
     assert torch.equal(ticket.message.start, before)
 
 
-def test_buffered_updates_leave_the_packed_model_alone():
+def test_buffered_updates_do_not_change_the_packed_model():
     server, codec = codec_of(rule=rules.FedBuff(size=2))
     ticket, records = codec.dispatch(1)
     assert reply(codec, ticket).buffered
@@ -191,7 +191,7 @@ INJECTIONS = {
 
 
 @pytest.mark.parametrize("make", INJECTIONS.values(), ids=INJECTIONS)
-def test_text_of_a_node_is_printable_and_short_wherever_it_is_reported(make, caplog):
+def test_text_from_nodes_is_printable_and_short_in_all_reports(make, caplog):
     server, codec = codec_of()
     events = []
     server.on_event(lambda event: events.append(event) if isinstance(event, Rejected) else None)

@@ -13,7 +13,7 @@ def flower_message(node, name):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_who_is_asked_in_place_of_another_gets_first_what_was_due(monkeypatch):
+def test_replacement_node_receives_the_pending_task_first(monkeypatch):
     """Node 1 cannot be reached, so node 2 is asked, which has a model to evaluate on its way: its task waits."""
     monkeypatch.setattr(dispatcher, "_with_fresh_ttl", lambda message: message)
     tickets = iter(["to 1", "to 2"])

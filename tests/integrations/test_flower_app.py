@@ -73,7 +73,7 @@ def test_the_app_chooses_a_stable_rate_for_its_nodes(app, monkeypatch):
         assert task.method_of(config | {"method": text}, nodes).rule.rate == pytest.approx(rate, rel=1e-15)
 
 
-def test_the_apps_of_the_guide_run(capsys, monkeypatch, tmp_path):
+def test_apps_of_the_guide_run(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/guide/flower.md").read_text(), flags=re.M | re.S)
@@ -88,7 +88,7 @@ def test_the_apps_of_the_guide_run(capsys, monkeypatch, tmp_path):
     assert len(others) == 2
 
 
-def test_the_guide_tells_which_rules_take_an_app_of_ones_own():
+def test_guide_lists_the_rules_that_work_with_a_plain_client_app():
     """Those that neither ask for more than a model, nor send more."""
     guide = (ROOT / "docs/guide/flower.md").read_text()
     rows = re.findall(r"^\| (`.*?) \| (yes|no|with)\b", guide, flags=re.M)

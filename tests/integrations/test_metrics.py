@@ -28,7 +28,7 @@ VALUES = st.one_of(st.integers(-(2**62), 2**62), st.floats(), st.lists(st.floats
 
 
 @given(TOLD)
-def test_the_mean_is_flowers_own_where_all_tell_the_same(told):
+def test_mean_equals_flowers_mean_for_equal_metrics(told):
     records = [MetricRecord({"n": n, "loss": loss, "both": both}) for n, loss, both in told]
     contents = [RecordDict({"metrics": record}) for record in records]
     ours, theirs = weighted_mean(contents, "n"), aggregate_metricrecords(contents, "n")
@@ -40,13 +40,13 @@ def test_the_mean_is_flowers_own_where_all_tell_the_same(told):
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["n", "loss", "other"]), VALUES), max_size=4))
-def test_whatever_nodes_tell_there_is_a_record(told):
+def test_any_metrics_result_in_a_record(told):
     contents = [RecordDict({"metrics": MetricRecord(metrics)}) for metrics in told]
     assert isinstance(weighted_mean(contents, "n"), MetricRecord)
 
 
 @pytest.mark.parametrize("given_", [0, -1, 0.5, math.nan, math.inf, [3], 10**9 + 1, 1e308])
-def test_samples_are_a_positive_integer_or_none(given_):
+def test_sample_count_is_a_positive_integer_or_none(given_):
     assert sample_count(RecordDict({"metrics": MetricRecord({"n": given_})}), "n") is None
     assert sample_count(RecordDict({"config": ConfigRecord({"n": 3})}), "n") is None
     assert sample_count(RecordDict({"metrics": MetricRecord({"n": 3.0})}), "n") == 3
@@ -57,11 +57,11 @@ def mean(*told):
 
 
 @given(st.permutations([(3, 0.5), (2, []), (1, [0.1, 0.2]), (3, math.nan), (3, math.inf), (2, 1.5), (1e308, 9.0)]))
-def test_who_tells_another_shape_or_no_number_hides_nobody(told):
+def test_metrics_with_other_shapes_do_not_hide_the_others(told):
     assert mean(*told) == repr((3 * 0.5 + 2 * 1.5) / 5)
 
 
-def test_shapes_and_what_is_not_finite():
+def test_mean_of_different_shapes_and_nonfinite_values():
     assert mean((1, 0.5), (3, [1.0, 2.0])) == "[1.0, 2.0]"
     assert mean((2, [1.0]), (2, 0.5)) == "0.5"
     assert mean((1, [1.0, math.nan]), (3, [math.inf, 4.0]), (1, [3.0, math.nan])) == "[2.0, 4.0]"
@@ -128,7 +128,7 @@ def test_sample_counts_are_replaced_in_a_copy():
     assert (sample_count(found, "n"), found["metrics"]["loss"], content["metrics"]["n"]) == (30, 0.5, 10**9)
 
 
-def test_rounds_go_on_where_the_server_is(tmp_path):
+def test_rounds_continue_from_the_updates_of_the_server(tmp_path):
     rounds = Rounds(tmp_path / "server")
     rounds.record("evaluate_metrics_serverapp", 0, MetricRecord({"loss": 0.1}))
     for number in (1, 2, 3):

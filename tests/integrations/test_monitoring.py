@@ -84,7 +84,7 @@ def test_a_log_has_a_line_for_each_event(tmp_path, monkeypatch, caplog):
     assert len(max(lines, key=len)) < 250
 
 
-def test_a_log_that_nobody_reads_is_not_made(tmp_path, monkeypatch):
+def test_disabled_log_levels_create_no_records(tmp_path, monkeypatch):
     logger = logging.getLogger("silent")
     logger.setLevel(logging.WARNING)
     made = []
@@ -93,7 +93,7 @@ def test_a_log_that_nobody_reads_is_not_made(tmp_path, monkeypatch):
     assert made == [logging.WARNING] * 3
 
 
-def test_tensorboard_draws_each_number_over_the_versions(tmp_path, monkeypatch):
+def test_tensorboard_receives_each_metric_by_version(tmp_path, monkeypatch):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with tensorboard.SummaryWriter(tmp_path / "runs") as writer:
@@ -120,7 +120,7 @@ def test_tensorboard_draws_each_number_over_the_versions(tmp_path, monkeypatch):
     assert not {"updates/client", "updates/accepted", "updates/reason", "updates/version"} & set(tags)
 
 
-def test_prometheus_counts_what_happened(tmp_path, monkeypatch):
+def test_prometheus_counts_all_events(tmp_path, monkeypatch):
     client = pytest.importorskip("prometheus_client")
     registry = client.CollectorRegistry()
     server = run(to_prometheus(registry), tmp_path, monkeypatch)
@@ -202,7 +202,7 @@ def test_the_time_of_the_last_checkpoint_is_a_unix_time(tmp_path):
     assert before <= registry.get_sample_value(name) <= time.time()
 
 
-def test_a_name_of_prometheus_is_good_once():
+def test_a_second_registration_in_a_registry_is_rejected():
     client = pytest.importorskip("prometheus_client")
     registry = client.CollectorRegistry()
     to_prometheus(registry)
@@ -210,7 +210,7 @@ def test_a_name_of_prometheus_is_good_once():
         to_prometheus(registry)
 
 
-def test_an_update_under_way_when_the_watch_began_has_no_times():
+def test_update_in_progress_at_the_subscription_has_no_times():
     """NaN would stay in the sum for ever."""
     client = pytest.importorskip("prometheus_client")
     registry = client.CollectorRegistry()
@@ -230,7 +230,7 @@ def test_an_update_under_way_when_the_watch_began_has_no_times():
     assert math.isfinite(registry.get_sample_value("manifoldagg_latency_seconds_sum"))
 
 
-def test_without_prometheus_it_says_how_to_get_it(monkeypatch):
+def test_error_without_prometheus_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'manifoldagg\[prometheus\]'"):
         to_prometheus()

@@ -74,7 +74,7 @@ class World:
 
 
 @given(STEPS)
-def test_nodes_have_one_letter_each_and_no_work_is_lost_or_done_twice(steps):
+def test_each_node_has_one_message_and_no_work_is_lost_or_repeated(steps):
     world = World()
     for step in [("meet", 15), *steps]:
         world.play(*step)
@@ -86,7 +86,7 @@ def test_nodes_have_one_letter_each_and_no_work_is_lost_or_done_twice(steps):
 
 
 @given(st.lists(st.booleans(), max_size=12))
-def test_what_comes_first_does_but_not_twice_in_a_row_and_each_kind_is_in_order(firsts):
+def test_priority_tasks_come_first_but_never_twice_in_a_row(firsts):
     nodes = Nodes()
     nodes.update_membership([1])
     for i, first in enumerate(firsts):
@@ -102,7 +102,7 @@ def test_what_comes_first_does_but_not_twice_in_a_row_and_each_kind_is_in_order(
 
 
 @given(st.integers(1, 100))
-def test_rests_double_with_each_failure_in_a_row_up_to_the_longest(failures):
+def test_backoff_doubles_with_each_failure_up_to_the_maximum(failures):
     nodes = Nodes(initial_backoff=0.1, max_backoff=60.0)
     nodes.update_membership([1])
     nodes.enqueue(1, "work")
@@ -120,7 +120,7 @@ def test_rests_double_with_each_failure_in_a_row_up_to_the_longest(failures):
     assert not nodes.is_backing_off(1, now + 0.11)
 
 
-def test_a_letter_is_overdue_when_its_time_is_over():
+def test_message_is_overdue_after_its_deadline():
     nodes = Nodes()
     nodes.update_membership([1])
     nodes.enqueue(1, "work")

@@ -134,7 +134,7 @@ def test_the_mean_of_two_trained_adapters_is_that_of_their_dense_weights(llama):
     assert off.norm() > 0.05 * (expected - output(llama)).norm()
 
 
-def test_a_server_of_its_own_rank_takes_clients_of_others_and_scalings(llama):
+def test_server_accepts_clients_with_other_ranks_and_scalings(llama):
     """Ranks, alphas and rank-stabilised scalings that differ, read from the configs of the models."""
     mine = adapted(llama, 8, lora_alpha=4, target_modules=TARGETS, use_rslora=True)
     options = [{"r": 2, "lora_alpha": 8}, {"r": 6, "lora_alpha": 9, "alpha_pattern": {"v_proj": 3}}]
@@ -151,7 +151,7 @@ def test_a_server_of_its_own_rank_takes_clients_of_others_and_scalings(llama):
     assert near(output(load(mine, server.state_dict())), expected, output(llama))
 
 
-def test_rounds_through_aggregate_are_those_of_dense_weights(llama):
+def test_aggregated_adapters_equal_aggregated_dense_weights(llama):
     """Two rounds from what came back: it can be trained, and the server's model is what dense arithmetic says."""
     model = adapted(llama, 8, lora_alpha=8, target_modules=TARGETS)
     config = model.peft_config["default"]
@@ -169,7 +169,7 @@ def test_rounds_through_aggregate_are_those_of_dense_weights(llama):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_embeddings_convolutions_biases_and_heads(mixed, bias):
+def test_adapters_of_embeddings_convolutions_biases_and_heads_are_averaged(mixed, bias):
     targets = ["embedding", "conv", "linear"] if not bias else ["conv", "linear"]
     options = {"lora_alpha": 6, "target_modules": targets, "modules_to_save": ["head"], "lora_bias": bias}
     clients = [adapted(mixed, 2, **options), adapted(mixed, 3, **options)]
@@ -189,7 +189,7 @@ def test_embeddings_convolutions_biases_and_heads(mixed, bias):
     assert near(output(load(server, current)), expected, output(mixed))
 
 
-def test_magnitudes_of_dora_are_averaged_beside_the_matrices(mixed):
+def test_dora_magnitudes_are_averaged(mixed):
     options = {"lora_alpha": 4, "target_modules": ["linear"], "use_dora": True}
     clients = [adapted(mixed, 2, **options) for _ in range(2)]
     states = [trained(model, seed, steps=6) for seed, model in enumerate(clients)]
@@ -207,7 +207,7 @@ def test_magnitudes_of_dora_are_averaged_beside_the_matrices(mixed):
     assert near(output(server), output(expected), output(mixed))
 
 
-def test_narrow_adapters_come_back_narrow(llama):
+def test_half_precision_adapters_keep_their_dtype(llama):
     model = adapted(llama, 4, lora_alpha=8, target_modules=TARGETS)
     states = [trained(model, seed) for seed in range(2)]
     narrow = [{name: x.bfloat16() for name, x in state.items()} for state in states]
@@ -230,7 +230,7 @@ def test_narrow_adapters_come_back_narrow(llama):
         {"lora_alpha": 5, "rank_pattern": {"^model.layers.0.self_attn.v_proj": 3}},
     ],
 )
-def test_scalings_are_those_that_peft_multiplies_with(llama, options):
+def test_scalings_equal_those_of_peft(llama, options):
     model = adapted(llama, 4, target_modules=TARGETS, **options)
     state = state_of(model)
     config = model.peft_config["default"]
@@ -249,7 +249,7 @@ def test_scalings_are_those_that_peft_multiplies_with(llama, options):
     ]
 
 
-def test_the_names_in_a_module_are_found_too(llama):
+def test_adapters_in_a_module_are_found_by_name(llama):
     model = adapted(llama, 4, lora_alpha=8, target_modules=TARGETS)
     state = {name: x for name, x in model.state_dict().items() if "lora_" in name}
     assert all(".default." in name for name in state)
@@ -259,7 +259,7 @@ def test_the_names_in_a_module_are_found_too(llama):
 
 
 @pytest.mark.parametrize("kind", ["LoHaConfig", "IA3Config", "AdaLoraConfig", "VeraConfig", "OFTConfig"])
-def test_other_kinds_of_adapters_are_refused(mixed, kind):
+def test_unsupported_adapters_are_rejected(mixed, kind):
     options = {
         "IA3Config": {"feedforward_modules": []},
         "AdaLoraConfig": {"total_step": 10},

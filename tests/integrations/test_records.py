@@ -36,7 +36,7 @@ def file_of(header, body=b""):
 
 
 @given(seeds, st.sampled_from(DTYPES), st.sampled_from(SHAPES), st.booleans())
-def test_what_goes_out_comes_back_and_is_what_flower_itself_makes(seed, dtype, shape, turned):
+def test_records_roundtrip_and_equal_the_records_of_flower(seed, dtype, shape, turned):
     tensor = (10 * draw(seed, 24)[: math.prod(shape)].reshape(shape)).to(dtype)
     tensor = tensor.T.contiguous().T if turned and len(shape) == 2 else tensor
     record = array_record({"x": tensor})
@@ -52,12 +52,12 @@ def test_what_goes_out_comes_back_and_is_what_flower_itself_makes(seed, dtype, s
     assert torch.equal(state_dict(ArrayRecord([np.asarray(tensor.numpy(), order="F")]))["0"], tensor)
 
 
-def test_what_numpy_has_no_dtype_for_goes_as_float32():
+def test_dtypes_without_numpy_equivalent_are_sent_as_float32():
     tensor = draw(0, 5).to(torch.bfloat16)
     assert torch.equal(state_dict(array_record({"x": tensor}))["x"], tensor.float())
 
 
-def test_numbers_in_another_order_of_bytes_are_read():
+def test_arrays_in_another_byte_order_are_read():
     values = np.arange(4, dtype=">f8")
     assert torch.equal(state_dict(ArrayRecord([values]))["0"], torch.arange(4.0, dtype=torch.float64))
 
@@ -122,13 +122,13 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_arrays_are_refused_by_name(data):
+def test_malicious_arrays_are_rejected_by_name(data):
     with pytest.raises(WireError, match="wire: x: expected an array of numbers"):
         state_dict(entry(data))
 
 
 @given(st.binary(max_size=200), st.integers(0, 200))
-def test_whatever_comes_is_read_or_refused(noise, place):
+def test_any_bytes_are_either_read_or_rejected(noise, place):
     data = bytearray(file_of(PLAIN, bytes(8)))
     data[place : place + len(noise)] = noise
     try:
@@ -137,12 +137,12 @@ def test_whatever_comes_is_read_or_refused(noise, place):
         return
 
 
-def test_another_form_is_refused():
+def test_another_serialization_is_rejected():
     with pytest.raises(WireError, match="got the format 'pickle'"):
         state_dict(entry(b"", "pickle"))
 
 
-def test_bytes_go_beside_other_records_and_models_are_none():
+def test_wire_bytes_coexist_with_other_records():
     data = b"anything"
     assert record_to_bytes(RecordDict({RECORD_KEY: bytes_to_record(data), "arrays": array_record({})})) == data
     assert record_to_bytes(RecordDict({"arrays": bytes_to_record(data)})) is None

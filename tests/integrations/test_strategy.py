@@ -99,7 +99,7 @@ def metrics_of(accepted, **metrics):
     return MetricRecord({**metrics, "accepted": accepted, "rejected": 0, "failed": 0})
 
 
-def test_an_unmodified_app_runs_for_so_many_rounds():
+def test_unmodified_client_app_runs_for_the_given_rounds():
     seen, asked = [], []
 
     def look(number, arrays):
@@ -136,7 +136,7 @@ def tells_more(rule):
     return bool(message.tensors or message.numbers)
 
 
-def test_every_rule_that_needs_no_more_than_models_takes_them():
+def test_rules_without_further_inputs_accept_plain_models():
     with running(plain_app(), 3) as engine:
         nodes = sorted(engine.grid.get_node_ids())
         taken = {}
@@ -152,7 +152,7 @@ def test_every_rule_that_needs_no_more_than_models_takes_them():
     assert len(taken) > 20
 
 
-def test_a_model_is_known_by_its_arrays_alone():
+def test_model_is_recognised_by_its_arrays():
     with running(plain_app(), 2) as engine:
         strategy = asynchronous(model=None, updates=3)
         strategy.start(engine.grid, first(), num_rounds=1)
@@ -162,7 +162,7 @@ def test_a_model_is_known_by_its_arrays_alone():
     assert strategy.server.state_dict()["1.num_batches_tracked"].item() in (1, 2, 3)
 
 
-def test_who_fails_lies_or_hangs_costs_nobody_else_anything():
+def test_failing_malicious_and_hanging_nodes_do_not_affect_other_nodes():
     counts = Counter()
     released = threading.Event()
 
@@ -192,7 +192,7 @@ def test_who_fails_lies_or_hangs_costs_nobody_else_anything():
     assert set(result.train_metrics_clientapp) == {1, 2, 3, 4}
 
 
-def test_rounds_end_when_nobody_answers():
+def test_rounds_end_at_the_timeout_without_replies():
     def train(state, part):
         raise RuntimeError("of my own")
 
@@ -233,7 +233,7 @@ def test_nodes_join_and_leave(rule):
     assert joined[0] in clients
 
 
-def test_who_is_not_in_a_routing_or_has_no_weight_is_not_asked():
+def test_nodes_without_routing_or_weight_receive_no_tasks():
     with running(plain_app(), 3) as engine:
         one, two, _ = sorted(engine.grid.get_node_ids())
         for rule, weights in (
@@ -275,7 +275,7 @@ class Watched(InMemoryGrid):
         return replies
 
 
-def test_one_letter_a_node_and_no_more_replies_at_a_time_than_fit(monkeypatch):
+def test_each_node_has_one_message_and_replies_are_pulled_in_limited_batches(monkeypatch):
     with running(plain_app(), 4) as engine:
         grid = Watched(engine.grid)
         asynchronous().start(grid, first(), num_rounds=3)
@@ -287,7 +287,7 @@ def test_one_letter_a_node_and_no_more_replies_at_a_time_than_fit(monkeypatch):
         assert (grid.most, max(grid.pulled)) == (1, 3)
 
 
-def test_a_node_that_flower_does_not_know_is_passed_over():
+def test_unknown_node_is_skipped():
     with running(plain_app(), 2) as engine:
         grid = Watched(engine.grid, phantom=True)
         strategy = asynchronous(updates=6, fraction_evaluate=0.0)
@@ -307,7 +307,7 @@ def test_new_tasks_are_sent_when_enough_slots_are_free(concurrency):
     assert [row["staleness"] for row in strategy.server.history] == [0, 0, 1, 1] * 3
 
 
-def test_an_exam_is_over_when_its_time_is():
+def test_evaluation_ends_at_its_timeout():
     released = threading.Event()
 
     def evaluate(part):
@@ -377,7 +377,7 @@ class Careless(Asynchronous):
         return super().aggregate_train(server_round, []) if not replies else (None, None)
 
 
-def test_what_an_override_leaves_out_is_no_end():
+def test_incomplete_override_does_not_end_the_run():
     strategy = Careless(rules.FedAsync(rate=0.5), model=Net)
     with running(plain_app(), 3) as engine:
         strategy.start(engine.grid, first(), num_rounds=1, timeout=0.5)
@@ -410,7 +410,7 @@ def play(folder, rounds, *, stop_at=None, die_at=None, resume=False, journal=Non
     return strategy, result
 
 
-def test_who_is_stopped_or_killed_goes_on_bit_for_bit(tmp_path):
+def test_stopped_or_killed_run_resumes_bit_for_bit(tmp_path):
     for name in "abc":
         (tmp_path / name).mkdir()
     _, whole = play(tmp_path / "a", 4)
@@ -430,7 +430,7 @@ def test_who_is_stopped_or_killed_goes_on_bit_for_bit(tmp_path):
     assert (over.server.updates, last.train_metrics_clientapp) == (8, whole.train_metrics_clientapp)
 
 
-def test_who_is_killed_before_the_first_checkpoint_goes_on_with_the_journal(tmp_path):
+def test_run_killed_before_the_first_checkpoint_resumes_from_the_journal(tmp_path):
     for name in "abc":
         (tmp_path / name).mkdir()
     _, whole = play(tmp_path / "a", 4)
@@ -445,7 +445,7 @@ def test_who_is_killed_before_the_first_checkpoint_goes_on_with_the_journal(tmp_
 
 
 @pytest.mark.parametrize("where", ["evaluate_fn", "train_metrics_aggr_fn", "SystemExit"])
-def test_whatever_is_raised_nothing_is_lost(where, tmp_path):
+def test_exceptions_lose_no_update(where, tmp_path):
     def count(records, key):
         if where == "train_metrics_aggr_fn" and strategy.server.updates >= 4:
             raise KeyError("of my own")
@@ -480,7 +480,7 @@ def test_whatever_is_raised_nothing_is_lost(where, tmp_path):
     assert all(torch.equal(x, state[name]) for name, x in state_dict(model).items())
 
 
-def test_what_is_raised_at_the_beginning_comes_out(tmp_path):
+def test_exceptions_at_the_start_propagate(tmp_path):
     checkpoint = CheckpointPolicy(tmp_path / "server", every_updates=1)
     with running(plain_app(), 2) as engine:
         with pytest.raises(ArgumentError, match=r"^initial_arrays"):
@@ -492,7 +492,7 @@ def test_what_is_raised_at_the_beginning_comes_out(tmp_path):
     assert not list(tmp_path.glob("server*"))
 
 
-def test_a_new_run_leaves_nothing_of_another_ones_rounds(tmp_path):
+def test_new_run_discards_the_rounds_of_another_run(tmp_path):
     path = tmp_path / "server"
     older = Rounds(path)
     older.record("evaluate_metrics_serverapp", 0, MetricRecord({"older": 1}))
@@ -514,7 +514,7 @@ def test_a_new_run_leaves_nothing_of_another_ones_rounds(tmp_path):
     assert found[0] == ([0], {0: MetricRecord({"n": 0})})
 
 
-def test_stopping_is_of_the_run_that_is_under_way():
+def test_stop_ends_only_the_current_run():
     strategy = asynchronous(updates=2, fraction_evaluate=0.0)
     with running(plain_app(), 2) as engine:
         for _ in range(2):
@@ -523,7 +523,7 @@ def test_stopping_is_of_the_run_that_is_under_way():
             assert strategy.server.updates == 4
 
 
-def test_nobody_waits_for_nodes_where_there_is_nothing_to_do(tmp_path):
+def test_run_without_remaining_work_does_not_wait_for_nodes(tmp_path):
     class Empty(Asynchronous):
         def _connect(self, *arguments):
             raise AssertionError("nodes are waited for")
@@ -547,7 +547,7 @@ class Zeroed(Asynchronous):
         return arrays, metrics
 
 
-def test_the_result_is_what_an_override_returned():
+def test_result_contains_the_values_of_overrides():
     models = {}
     strategy = Zeroed(rules.FedAsync(rate=0.5), model=Net)
     with running(plain_app(), 2) as engine:
@@ -556,7 +556,7 @@ def test_the_result_is_what_an_override_returned():
     assert not any(x.any() for x in state_dict(result.arrays).values())
 
 
-def test_metrics_that_are_lies_cost_nobody_else_anything():
+def test_malicious_metrics_do_not_affect_other_nodes():
     lies = [{"num-examples": 1e308, "loss": 100}, {"num-examples": 1, "loss": []}, {"num-examples": 1, "loss": np.nan}]
     app = ClientApp()
 
@@ -598,7 +598,7 @@ def test_stopping_from_another_thread_ends_a_run_at_once():
     assert set(result.arrays) == set(first())
 
 
-def test_narrow_models_travel_in_wider_numbers():
+def test_models_in_half_precision_are_sent_in_a_wider_dtype():
     with running(plain_app(), 2) as engine:
         strategy = asynchronous(model=Narrow, updates=4)
         result = strategy.start(engine.grid, first(Narrow), num_rounds=1)
@@ -615,7 +615,7 @@ def batches(context, nth):
 @pytest.mark.parametrize(
     ("rule", "trainer"), [(GOLDEN["AsyncCurve"], trainers.AsyncCurve()), (rules.FedAsync(rate=0.5), trainers.Local())]
 )
-def test_a_client_app_answers_whatever_a_rule_asks_for(rule, trainer):
+def test_client_app_returns_all_inputs_of_a_rule(rule, trainer):
     with running(client_app(trainer, Net, batches), 2) as engine:
         strategy = asynchronous(rule, updates=4)
         result = strategy.start(engine.grid, first(), num_rounds=1, timeout=60.0)
@@ -675,7 +675,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("came", BAD.values(), ids=BAD)
-def test_what_does_not_fit_is_refused_and_changes_nothing(finished, came):
+def test_invalid_replies_are_rejected_without_effect(finished, came):
     server = finished.server
     before = (server.updates, server.version, {name: x.clone() for name, x in server.state_dict().items()})
     ticket = server.dispatch(7)
@@ -713,7 +713,7 @@ def test_the_memory_of_an_update_is_neither_written_nor_retained(rule):
     assert all(x.isfinite().all() for x in server.state_dict().values())
 
 
-def test_a_payload_is_of_the_task_that_it_names(finished):
+def test_payload_with_another_ticket_is_rejected(finished):
     server = finished.server
     other = server.dispatch(8)
 
@@ -727,7 +727,7 @@ def test_a_payload_is_of_the_task_that_it_names(finished):
     server.drop(other)
 
 
-def test_a_plain_answer_to_a_rule_that_asks_for_more_is_refused_by_name():
+def test_plain_model_for_a_rule_with_further_inputs_is_rejected_by_name():
     rule = next(rule for rule in GOLDEN.values() if any(extra_fields(rule)))
     strategy = asynchronous(rule, wire=None, fraction_evaluate=0.0)
     with running(plain_app(lambda state, part: state), 2) as engine:
@@ -737,7 +737,7 @@ def test_a_plain_answer_to_a_rule_that_asks_for_more_is_refused_by_name():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_arguments_that_do_not_fit_are_refused_by_name(tmp_path):
+def test_invalid_arguments_are_rejected_by_name(tmp_path):
     fedasync = rules.FedAsync(rate=0.5)
     more = next(rule for rule in GOLDEN.values() if any(extra_fields(rule)))
     for options, words in (
@@ -792,14 +792,14 @@ def test_arguments_that_do_not_fit_are_refused_by_name(tmp_path):
             Asynchronous(fedasync).start(None, first(), **options)
 
 
-def test_options_that_float64_alone_can_have_are_left_to_the_model():
+def test_base_dtype_is_accepted_before_the_model_is_known():
     for dtype in (torch.float32, torch.bfloat16):
         memory = MemoryPolicy(base_dtype=dtype)
         assert asynchronous(memory=memory).server_options == {"memory": memory}
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_another_rule_takes_over_where_there_is_a_checkpoint(tmp_path):
+def test_another_rule_resumes_from_a_checkpoint_with_replace(tmp_path):
     options = {"durability": Durability(CheckpointPolicy(tmp_path / "server", every_updates=1)), "resume": True}
     slow, fast = rules.FedAsync(rate=0.5), rules.FedAsync(rate=1.0)
     with running(plain_app(), 2) as engine:
@@ -811,7 +811,7 @@ def test_another_rule_takes_over_where_there_is_a_checkpoint(tmp_path):
             asynchronous(slow, **options).start(engine.grid, first(), num_rounds=4)
 
 
-def test_a_module_that_is_given_stays_as_it_is():
+def test_given_module_is_not_modified():
     model = Net()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     with running(plain_app(), 2) as engine:
@@ -819,7 +819,7 @@ def test_a_module_that_is_given_stays_as_it_is():
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
-def test_who_evaluates_slowly_trains_as_well():
+def test_slowly_evaluating_node_continues_to_train():
     trained, evaluated = Counter(), Counter()
 
     def train(state, part):
@@ -839,7 +839,7 @@ def test_who_evaluates_slowly_trains_as_well():
     assert trained[2] >= evaluated[2] - 1 > 0
 
 
-def test_who_rests_after_a_failure_holds_no_place():
+def test_node_in_backoff_does_not_occupy_a_slot():
     trained = Counter()
 
     def train(state, part):
@@ -856,7 +856,7 @@ def test_who_rests_after_a_failure_holds_no_place():
     assert trained[0] + trained[1] < 20
 
 
-def test_an_answer_that_came_in_time_counts_however_long_the_server_was_busy():
+def test_reply_in_time_counts_even_if_the_server_was_busy():
     trained = Counter()
 
     def train(state, part):
@@ -873,7 +873,7 @@ def test_an_answer_that_came_in_time_counts_however_long_the_server_was_busy():
     assert strategy.server.updates >= sum(trained.values()) - 3
 
 
-def test_an_unreadable_answer_idles_nobody_for_long(monkeypatch):
+def test_unreadable_reply_does_not_idle_the_node(monkeypatch):
     monkeypatch.setattr(dispatcher, "LOST_REPLY_TIMEOUT", 0.2)
     trained = Counter()
 

@@ -28,7 +28,7 @@ def availability_trace(*changes, scheduler=None, available=()):
     )
 
 
-def test_a_client_that_leaves_finishes_its_task_and_takes_no_more():
+def test_leaving_client_finishes_its_task_and_receives_no_other():
     clients = availability_trace((1.0, "a", "leave"), (9.0, "a", "return"))
     clients.dispatch("a", 1.0)
     assert clients.next() == AvailabilityChange(1.0, "a", "leave", lost_tasks=0)
@@ -40,7 +40,7 @@ def test_a_client_that_leaves_finishes_its_task_and_takes_no_more():
     assert clients.next().time == 11.0
 
 
-def test_a_client_that_returns_at_its_last_task_is_not_idle():
+def test_client_that_returns_during_its_last_task_is_not_idle():
     clients = availability_trace((0.5, "a", "leave"), (1.0, "a", "return"), available=["b"])
     assert clients.is_idle("b")
     assert not clients.is_idle("c")
@@ -48,7 +48,7 @@ def test_a_client_that_returns_at_its_last_task_is_not_idle():
     assert [(clients.next().time, clients.is_idle("a")) for _ in range(3)] == [(0.5, False), (1.0, False), (2.0, True)]
 
 
-def test_what_a_failed_client_did_is_lost():
+def test_tasks_of_a_failed_client_are_lost():
     clients = availability_trace((1.0, "a", "fail"), (1.5, "a", "return"))
     clients.dispatch("a", 1.0)
     assert clients.next() == AvailabilityChange(1.0, "a", "fail", lost_tasks=1)
@@ -60,7 +60,7 @@ def test_what_a_failed_client_did_is_lost():
         clients.next()
 
 
-def test_a_client_joins_when_it_is_declared_and_not_before():
+def test_client_joins_at_its_declared_time():
     clients = availability_trace((4.0, "b", "join"), available=["a"])
     assert clients.available == {"a"}
     with pytest.raises(ArgumentError, match="client: expected a client that is available at 0 s, got 'b'"):
@@ -70,7 +70,7 @@ def test_a_client_joins_when_it_is_declared_and_not_before():
     assert clients.now == 4.0
 
 
-def test_changes_come_before_completions_at_the_same_time_and_in_order_of_declaration():
+def test_changes_precede_completions_at_the_same_time():
     clients = availability_trace((2.0, "b", "leave"), (2.0, "a", "fail"), (1.0, "c", "leave"))
     clients.dispatch("a", 1.0)
     clients.dispatch("b", 1.0)
@@ -80,7 +80,7 @@ def test_changes_come_before_completions_at_the_same_time_and_in_order_of_declar
     assert isinstance(seen[3], Completion)
 
 
-def test_a_worker_is_free_when_the_client_on_it_fails():
+def test_worker_is_free_after_its_client_failed():
     """Manifold's scheduler: one worker, and the client that it trains fails after 1 s."""
     scheduler = PriorityScheduler(2, np.random.default_rng(0), workers=1, speed=1.0)
     clients = availability_trace((1.0, "a", "fail"), scheduler=scheduler, available=["b"])
@@ -91,7 +91,7 @@ def test_a_worker_is_free_when_the_client_on_it_fails():
     assert (done.client, done.started, done.time) == ("b", 1.0, 6.0)
 
 
-def test_a_whole_queue_is_lost_and_the_tasks_can_be_routed_again():
+def test_all_queued_tasks_of_a_failed_client_are_lost_and_can_be_routed_again():
     network = JacksonNetwork([0.5, 0.5], [1.0, 1e-9], np.random.default_rng(0), concurrency=3)
     clients = availability_trace((0.0, 1, "fail"), scheduler=network, available=[0])
     for _ in range(3):
@@ -129,7 +129,7 @@ SCHEDULERS = [
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @given(seeds)
-def test_every_task_finishes_is_lost_or_is_in_flight_and_only_those_here_get_one(scheduler, seed):
+def test_each_task_finishes_is_lost_or_is_in_flight(scheduler, seed):
     inner = scheduler(seed)
     clients = unsteady(seed, inner)
     for client in range(4):
@@ -167,7 +167,7 @@ def test_a_copy_continues_with_the_same_events_and_leaves_the_trace_unchanged(sc
 
 
 @given(seeds)
-def test_churn_turns_failures_and_returns(seed):
+def test_churn_alternates_failures_and_returns(seed):
     changes = churn(["a", "b"], Exponential(2.0), Exponential(1.0), 30.0, np.random.default_rng(seed))
     by_client = collections.defaultdict(list)
     for change in changes:
@@ -180,7 +180,7 @@ def test_churn_turns_failures_and_returns(seed):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_churn_is_here_for_its_part_of_the_time():
+def test_churn_has_the_expected_fraction_of_available_time():
     """A renewal process: the share of time here tends to up / (up + down)."""
     count, until = 200, 40.0
     changes = churn(range(count), Exponential(3.0), Exponential(1.0), until, np.random.default_rng(0))
@@ -220,12 +220,12 @@ def test_churn_is_here_for_its_part_of_the_time():
         ),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_input_is_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
-def test_changes_before_now_are_refused():
+def test_changes_in_the_past_are_rejected():
     scheduler = constant()
     scheduler.dispatch("a", 1.0)
     scheduler.next()

@@ -14,7 +14,7 @@ from tests.support import seeds
 
 
 @given(st.lists(st.floats(0, 1e6)))
-def test_events_come_in_order_of_time_ties_in_order_of_scheduling(delays):
+def test_events_are_sorted_by_time_and_then_by_scheduling(delays):
     clock = VirtualClock()
     for i, delay in enumerate(delays):
         clock.schedule(delay, i)
@@ -24,7 +24,7 @@ def test_events_come_in_order_of_time_ties_in_order_of_scheduling(delays):
     assert len(clock) == 0
 
 
-def test_delays_count_from_now():
+def test_delays_are_relative_to_now():
     clock = VirtualClock()
     clock.schedule(2.0, "a")
     clock.next()
@@ -36,7 +36,7 @@ def test_delays_count_from_now():
         clock.next()
 
 
-def test_a_stated_order_breaks_ties_before_that_of_scheduling():
+def test_explicit_order_precedes_the_order_of_scheduling():
     clock = VirtualClock()
     for order, event in ((2, "c"), (1, "a"), (1, "b")):
         clock.schedule_at(1.0, event, order=order)
@@ -57,7 +57,7 @@ def test_time_passes_up_to_the_next_event():
 
 
 @given(seeds, st.integers(0, 30))
-def test_what_is_discarded_does_not_happen_and_the_rest_does(seed, size):
+def test_discarded_events_do_not_occur(seed, size):
     draws = np.random.default_rng(seed).integers(0, 5, size)
     clock, odd = VirtualClock(), VirtualClock()
     for i, draw in enumerate(draws):
@@ -70,7 +70,7 @@ def test_what_is_discarded_does_not_happen_and_the_rest_does(seed, size):
 
 
 @given(seeds, st.integers(0, 30))
-def test_cancelling_one_by_one_is_discarding(seed, size):
+def test_cancelling_each_event_equals_discarding_all(seed, size):
     draws = np.random.default_rng(seed)
     clock = VirtualClock()
     counts = [clock.schedule_at(float(time), i) for i, time in enumerate(draws.integers(0, 5, size))]
@@ -94,7 +94,7 @@ def test_cancelling_one_by_one_is_discarding(seed, size):
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("count", [0, 1, 3, -1, 2.0, "2", None], ids=str)
-def test_only_an_event_to_come_can_be_cancelled(count):
+def test_only_pending_events_can_be_cancelled(count):
     clock = VirtualClock()
     happened, cancelled, left = (clock.schedule_at(float(i), i) for i in range(3))
     clock.next()
@@ -107,7 +107,7 @@ def test_only_an_event_to_come_can_be_cancelled(count):
     assert clock.next() == (2.0, 2)
 
 
-def test_cancelled_events_do_not_pile_up():
+def test_cancelled_events_do_not_accumulate():
     clock = VirtualClock()
     clock.schedule(1.0, "a")
     for i in range(1000):
@@ -126,6 +126,6 @@ def test_cancelled_events_do_not_pile_up():
         (lambda: VirtualClock(7), "generator: expected a numpy.random.Generator, got int"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_input_is_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

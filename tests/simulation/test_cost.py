@@ -57,7 +57,7 @@ def logged(federation, name="fedasync", num_updates=10, **options):
 
 
 @pytest.mark.parametrize("name", ["fedasync", "asyncbezier", "fedbuff", "fedavg:cohort=2", "orthofl", "masfl"])
-def test_what_is_spent_is_counted_from_nothing_and_never_less(federation, name):
+def test_costs_start_at_zero_and_never_decrease(federation, name):
     one = logged(federation, name, eval_every=3)
     first, *rest = one.evaluations
     assert [getattr(first, field) for field in SPENT] == [0] * 6
@@ -70,7 +70,7 @@ def test_what_is_spent_is_counted_from_nothing_and_never_less(federation, name):
         assert row.time == one.trace[row.updates - 1].finished == one.times[row.updates - 1]
 
 
-def test_staleness_is_that_of_the_answers_since_the_evaluation_before(federation):
+def test_staleness_covers_the_updates_since_the_previous_evaluation(federation):
     one = logged(federation, num_updates=10, eval_every=4)
     late = one.staleness
     parts = [late[:4], late[4:8], late[8:]]
@@ -80,7 +80,7 @@ def test_staleness_is_that_of_the_answers_since_the_evaluation_before(federation
     ]
 
 
-def test_worth_is_that_of_the_model_on_held_out_samples(federation):
+def test_accuracy_and_loss_are_those_of_the_held_out_samples(federation):
     """Computed anew by hand, for the model that all begin with; and that which clients' accuracies make."""
     first, *_ = logged(federation, num_updates=1).evaluations
     model = federation.model().eval()
@@ -135,14 +135,14 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_gradients_are_those_of_hand_counted_trainers(federation, name):
+def test_gradient_counts_equal_counts_by_hand(federation, name):
     trainer, rule, passes = COUNTED[name]
     one = run(federation, Method(name, rule, trainer), num_updates=6, eval_every=2)
     lengths = [federation.num_batches(client) for client in one.clients]
     assert [row.gradients for row in one.evaluations] == [passes * sum(lengths[:n]) for n in (0, 2, 4, 6)]
 
 
-def test_one_gradient_is_one_gradient(federation):
+def test_a_gradient_task_counts_one_gradient(federation):
     one = run(federation, Method("one", rules.FedAsync(), trainers.Gradient()), num_updates=5)
     assert [row.gradients for row in one.evaluations] == list(range(6))
 
@@ -169,7 +169,7 @@ class Counts:
 
 @pytest.mark.parametrize("diverges", [False, True])
 @pytest.mark.parametrize("executor", [None, lambda: Posted(0, 2)])
-def test_gradients_are_counted_where_they_are_computed_however_a_trainer_takes_them(federation, diverges, executor):
+def test_gradients_of_custom_trainers_are_counted(federation, diverges, executor):
     method = Method("odd", rules.FedAsync(), Counts(diverges))
     one = run(federation, method, num_updates=4, eval_every=2, executor=executor and executor())
     size = 4 * ParameterSpace.of(federation.model()).layout.size
@@ -179,7 +179,7 @@ def test_gradients_are_counted_where_they_are_computed_however_a_trainer_takes_t
     assert one.evaluations[-1].bytes_up == 4 * size * (not diverges)
 
 
-def test_an_errand_is_the_same_counted_or_not(federation):
+def test_counting_gradients_does_not_change_the_payload(federation):
     from manifoldagg.federated import Server
 
     message = Server.of(federation.model(), rules.FedAsync()).dispatch(0).message
@@ -189,7 +189,7 @@ def test_an_errand_is_the_same_counted_or_not(federation):
     assert torch.equal(outcome.payload.points, run_task(errand).points)
 
 
-def test_bytes_are_those_of_the_tensors_that_travel(federation):
+def test_bytes_count_all_sent_tensors(federation):
     size = 4 * ParameterSpace.of(federation.model()).layout.size
     plain = logged(federation, "fedasync", num_updates=5).evaluations
     curve = logged(federation, "asyncbezier:degree=3", num_updates=5).evaluations
@@ -203,7 +203,7 @@ def test_bytes_are_those_of_the_tensors_that_travel(federation):
     assert run(federation, variates, num_updates=5).evaluations[-1].bytes_up == 2 * 5 * size
 
 
-def test_buffers_travel_too():
+def test_bytes_include_buffers():
     federation = split(clouds())
     model = federation.model()
     state = sum(tensor.nbytes for tensor in model.state_dict().values())
@@ -257,7 +257,7 @@ COSTS = st.tuples(st.sampled_from([0.0, 0.25, 0.5, 1.0]), *[st.integers(0, 3)] *
 
 
 @given(st.lists(COSTS, max_size=8), st.sampled_from(AXES), st.floats(0, 30))
-def test_what_a_budget_buys_is_the_last_row_that_it_covers(steps, axis, budget):
+def test_last_row_within_a_budget_is_found(steps, axis, budget):
     rows = rows_of(steps)
     found = last_within_budget(rows, axis, budget)
     place = max(i for i, row in enumerate(rows) if row is found)
@@ -269,7 +269,7 @@ def test_what_a_budget_buys_is_the_last_row_that_it_covers(steps, axis, budget):
 
 
 @given(st.lists(COSTS, max_size=8), st.sampled_from([0.0, 0.25, 0.4, 1.0]))
-def test_a_target_is_reached_in_the_first_row_that_has_it(steps, target):
+def test_first_row_that_reaches_a_target_is_found(steps, target):
     rows = rows_of(steps)
     row = first_reaching(rows, target)
     before = rows if row is None else rows[: next(i for i, one in enumerate(rows) if one is row)]
@@ -278,7 +278,7 @@ def test_a_target_is_reached_in_the_first_row_that_has_it(steps, target):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_no_other_axis_and_no_budget_below_the_first_row():
+def test_unknown_axes_and_too_small_budgets_are_rejected():
     rows = rows_of([])
     with pytest.raises(ArgumentError, match="axis: expected one of updates, time, gradients, bytes; got 'update'"):
         last_within_budget(rows, "update", 1)

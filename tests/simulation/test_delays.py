@@ -58,7 +58,7 @@ def test_quantiles_and_means_are_those_of_scipy(family, mean, ratio):
     assert math.isclose(delay.expected(), oracle.mean(), rel_tol=1e-11)
 
 
-def test_means_are_those_that_were_asked_for():
+def test_distributions_have_the_requested_means():
     assert LogNormal(3.0, 9.0).expected() == HalfNormal(3.0).expected() == Exponential(3.0).expected() == 3.0
     assert math.isclose(scipy.stats.halfnorm(scale=3.0 * math.sqrt(math.pi / 2)).mean(), 3.0, rel_tol=1e-15)
     assert math.isclose(log_normal(3.0, 9.0).std(), 9.0, rel_tol=1e-12)
@@ -89,7 +89,7 @@ def test_a_draw_is_linear_in_the_work(delay, _, seed, work):
 
 
 @pytest.mark.parametrize(("delay", "_"), [*CASES, (Deterministic(1.0), None), (Empirical((1.0, 2.0)), None)])
-def test_every_draw_takes_one_number_and_quantiles_do_not_fall(delay, _):
+def test_each_draw_uses_one_random_number_and_quantiles_increase(delay, _):
     one, other = np.random.default_rng(0), np.random.default_rng(0)
     delay.draw(one)
     share = other.random()
@@ -110,7 +110,7 @@ def test_a_truncated_normal_distribution_is_exact_at_both_ends_of_truncation(loc
     assert 0 <= delay.quantile(0) <= location
 
 
-def test_without_spread_nothing_is_random():
+def test_distributions_without_deviation_are_constant():
     for delay in (Gaussian(2.0, 0.0), LogNormal(2.0, 0.0), Uniform(2.0, 2.0), Deterministic(2.0)):
         assert all(math.isclose(delay.quantile(share), 2.0, rel_tol=1e-15) for share in (1e-9, 0.3, 0.999))
         assert delay.expected() == 2.0
@@ -126,7 +126,7 @@ def test_distributions_are_fitted_to_measurements(delays):
     assert Uniform.fit(delays) == Uniform(float(low), float(high))
 
 
-def test_measured_rounds_are_as_likely_as_one_another_and_drawn_whole():
+def test_measured_tasks_are_drawn_whole_with_equal_probability():
     delay = Empirical((5.0, 1.0, 3.0), (0.5, 10.0, 0.0))
     assert delay.delays == (3.0, 5.5, 11.0)
     assert [delay.quantile(share) for share in (0.0, 0.3, 0.4, 0.6, 0.7, 1 - 2.0**-53)] == [3.0, 3.0, 5.5, 5.5, 11, 11]
@@ -180,12 +180,12 @@ def test_profiles_are_read_by_client_and_scaled_by_work_and_size(tmp_path):
         (HEADER + "1,0,37,4.0,inf\n", "line 2: round_s: expected"),
     ],
 )
-def test_a_bad_file_is_refused_by_line(tmp_path, text, words):
+def test_invalid_file_is_rejected_with_its_line(tmp_path, text, words):
     with pytest.raises(ArgumentError, match=words):
         Empirical.from_csv(write(tmp_path / "delays.csv", text))
 
 
-def test_a_missing_file_and_bad_scales_are_refused(tmp_path):
+def test_missing_file_and_invalid_scales_are_rejected(tmp_path):
     with pytest.raises(ArgumentError, match=r"path: .* cannot be read"):
         Empirical.from_csv(tmp_path / "none.csv")
     path = write(tmp_path / "delays.csv", HEADER + "1,0,37,4.0,10.0\n")
@@ -195,7 +195,7 @@ def test_a_missing_file_and_bad_scales_are_refused(tmp_path):
         Empirical.from_csv(path, size_ratio=-1.0)
 
 
-def test_profiles_are_assigned_at_random_and_again_the_same():
+def test_profiles_are_assigned_at_random_and_reproducibly():
     profiles = {str(i): Deterministic(float(i)) for i in range(4)}
     count = 4000
     given = assign_profiles(profiles, range(count), np.random.default_rng(2))
@@ -233,6 +233,6 @@ def test_profiles_are_assigned_at_random_and_again_the_same():
         (lambda: assign_profiles({"a": Deterministic(1.0)}, [1], 0), "generator: expected"),
     ],
 )
-def test_bad_parameters_are_refused_by_name(call, words):
+def test_invalid_parameters_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

@@ -56,7 +56,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_way_to_ask_learns_in_every_scenario(federation, name):
+def test_every_sampler_learns_in_every_scenario(federation, name):
     for scenario in (
         {},
         {
@@ -71,7 +71,7 @@ def test_every_way_to_ask_learns_in_every_scenario(federation, name):
         assert one == run(federation, METHODS[name], num_updates=60, eval_every=10, **scenario)
 
 
-def test_a_cohort_is_never_stale_and_others_are(federation):
+def test_cohorts_have_no_staleness(federation):
     late = {
         name: max(run(federation, method, num_updates=30, eval_every=30).staleness) for name, method in METHODS.items()
     }
@@ -79,7 +79,7 @@ def test_a_cohort_is_never_stale_and_others_are(federation):
     assert min(late[name] for name in METHODS if name != "cohort") > 0
 
 
-def test_evaluation_is_before_the_first_round_after_every_few_and_after_the_last(federation):
+def test_evaluations_are_before_the_first_and_after_the_last_update(federation):
     all_ = run(federation, ASYNC, num_updates=10)
     some = run(federation, ASYNC, num_updates=10, eval_every=4)
     assert (all_.evaluated_at, some.evaluated_at) == (list(range(11)), [0, 4, 8, 10])
@@ -90,7 +90,7 @@ def test_evaluation_is_before_the_first_round_after_every_few_and_after_the_last
     assert some.updates_to(1.01) is None
 
 
-def test_delays_are_one_for_all_or_one_for_each_or_measured(federation, tmp_path):
+def test_delays_may_be_common_per_client_or_measured(federation, tmp_path):
     clients = federation.trainable_clients
     same = run(federation, ASYNC, num_updates=12, delays=Deterministic(1.0))
     for delays in (dict.fromkeys(range(9), Deterministic(1.0)), lambda clients, generator: Deterministic(1.0)):
@@ -109,7 +109,7 @@ def test_delays_are_one_for_all_or_one_for_each_or_measured(federation, tmp_path
     )
 
 
-def test_a_scheduler_of_ones_own_is_used_up(federation):
+def test_given_scheduler_serves_only_one_run(federation):
     default = run(federation, ASYNC, num_updates=9)
     mine = PriorityScheduler(6, np.random.default_rng([federation.seed, 1]))
     assert run(federation, ASYNC, num_updates=9, scheduler=mine) == default
@@ -118,7 +118,7 @@ def test_a_scheduler_of_ones_own_is_used_up(federation):
         run(federation, ASYNC, num_updates=9, scheduler=mine)
 
 
-def test_a_run_is_its_own_replay(federation):
+def test_replay_of_a_run_equals_the_run(federation):
     """What was recorded of a run gives its order of events to another method."""
     one = run(federation, ASYNC, num_updates=25)
     records = [TaskRecord(c, 1.0, 0.0, 0.0, t, 0) for c, t in zip(one.clients, one.times, strict=True)]
@@ -130,7 +130,7 @@ def test_a_run_is_its_own_replay(federation):
         run(federation, ASYNC, num_updates=26, scheduler=ReplayScheduler(records))
 
 
-def test_changes_of_clients_without_samples_do_not_count():
+def test_changes_of_clients_without_samples_are_ignored():
     sparse = split(clusters(), 30, 0.01)
     idle = next(client for client in range(30) if client not in sparse.trainable_clients)
     assert run(sparse, ASYNC, num_updates=5, availability=[AvailabilityChange(1e-9, idle, "fail")]) == run(
@@ -140,7 +140,7 @@ def test_changes_of_clients_without_samples_do_not_count():
         run(sparse, ASYNC, num_updates=5, availability=[AvailabilityChange(1.0, 30, "fail")])
 
 
-def test_time_is_of_the_data_or_of_the_steps(federation):
+def test_task_cost_is_the_minibatches_or_the_steps(federation):
     """A client that does four times the steps takes four times as long, if these are what counts."""
     delays = Deterministic(1.0)
     long = replace(ASYNC, trainer=trainers.Local(epochs=4, rate=1e-2))
@@ -150,7 +150,7 @@ def test_time_is_of_the_data_or_of_the_steps(federation):
     assert by_steps[1] == [4 * time for time in by_steps[0]]
 
 
-def test_epochs_that_a_server_asks_for_take_time(federation):
+def test_requested_epochs_take_virtual_time(federation):
     """AsyncFedED without staleness asks for ever more of them."""
     rule = rules.AsyncFedED(0.1, gain=1.0, target=3.0, epochs=2, warm_up=0)
     method = Method("AsyncFedED", rule, trainers.Epochs(LOCAL))
@@ -184,7 +184,7 @@ class Counting:
         )
 
 
-def test_a_client_finds_what_its_last_task_left(federation):
+def test_client_state_reaches_the_next_task(federation):
     """Also where tasks queue, and where some between were lost."""
     for method, scenario in (
         (
@@ -204,7 +204,7 @@ def test_a_client_finds_what_its_last_task_left(federation):
             before[client] += 1
 
 
-def test_clients_of_one_version_share_their_start(federation):
+def test_messages_of_one_version_share_their_tensors(federation):
     seen = []
     run(federation, ASYNC, num_updates=12, delays=Deterministic(1.0), on_update=seen.append)
     starts = [event.message.start for event in seen[: len(federation.trainable_clients)]]
@@ -217,7 +217,7 @@ def normalised():
     return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def test_statistics_of_batch_normalisation_go_with_the_model():
+def test_batchnorm_statistics_are_part_of_the_model():
     """The exam is taken with the server's, which come from the clients."""
     apart = clusters()
     moved = replace(apart, inputs=apart.inputs + 5.0, model=normalised)
@@ -236,12 +236,12 @@ def test_statistics_of_batch_normalisation_go_with_the_model():
     assert sent[-1].message.buffers["1.running_mean"].abs().max() > 1
 
 
-def test_a_mistake_in_a_trainer_is_no_refusal(federation):
+def test_exception_of_a_trainer_is_not_a_rejection(federation):
     with pytest.raises(ArgumentError, match="message: numbers: epochs"):
         run(federation, replace(ASYNC, trainer=trainers.Epochs(LOCAL)), num_updates=3)
 
 
-def test_a_rule_may_need_to_know_who_takes_part():
+def test_rule_may_depend_on_the_participating_clients():
     method = METHODS["routed"].bind([3, 5])
     assert dict(method.rule.routing) == {3: 0.5, 5: 0.5}
     assert method.bind([1]) == method
@@ -277,12 +277,12 @@ def test_a_rule_may_need_to_know_who_takes_part():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(federation, options, words):
+def test_invalid_arguments_are_rejected_by_name(federation, options, words):
     with pytest.raises(ArgumentError, match=words):
         run(federation, ASYNC, num_updates=3, **options)
 
 
-def test_nobody_to_ask_is_refused(federation):
+def test_run_without_trainable_clients_is_rejected(federation):
     nobody = replace(federation, train=[part[:0] for part in federation.train])
     with pytest.raises(ArgumentError, match="federation: expected clients with samples, got clients without samples"):
         run(nobody, ASYNC, num_updates=3)
@@ -306,6 +306,6 @@ def test_nobody_to_ask_is_refused(federation):
     ],
     ids=["name", "none", "class"],
 )
-def test_what_is_no_method_is_refused(federation, method, words):
+def test_invalid_methods_are_rejected(federation, method, words):
     with pytest.raises(ArgumentError, match=words):
         run(federation, method(), num_updates=3)

@@ -35,7 +35,7 @@ def alone(changes=(), clients=(0, 1), concurrency=None, seconds=2.0):
 
 
 @given(workloads(), OFTEN)
-def test_tasks_of_a_client_are_answered_in_order_and_once(workload, often):
+def test_tasks_of_a_client_complete_once_and_in_order(workload, often):
     seen = drive(workload, accepts=never_first(often))
     out = {client: [] for client in workload.clients}
     given_ = Counter()
@@ -56,13 +56,13 @@ def test_tasks_of_a_client_are_answered_in_order_and_once(workload, often):
 
 
 @given(workloads(), OFTEN)
-def test_only_who_is_here_is_asked(workload, often):
+def test_only_available_clients_receive_tasks(workload, often):
     for event in drive(workload, accepts=never_first(often)).dispatches:
         assert event.task_id.client in event.available
 
 
 @given(workloads(), OFTEN)
-def test_an_answer_counts_from_the_moment_of_asking(workload, often):
+def test_staleness_counts_from_the_dispatch(workload, often):
     """Also where the task has waited for its client."""
     seen = drive(workload, accepts=never_first(often))
     asked = {}
@@ -78,7 +78,7 @@ def test_an_answer_counts_from_the_moment_of_asking(workload, often):
 
 
 @given(workloads(["continuous"]), OFTEN)
-def test_who_has_answered_is_asked_again(workload, often):
+def test_client_receives_another_task_after_its_update(workload, often):
     """Whatever became of the update: one task for everybody who is here, and none for anybody else but their last."""
     seen = drive(workload, accepts=never_first(often))
     for event in seen.dispatches:
@@ -91,7 +91,7 @@ def test_who_has_answered_is_asked_again(workload, often):
 
 
 @given(workloads(["some"]), OFTEN)
-def test_so_many_are_under_way_and_nobody_twice(workload, often):
+def test_concurrency_limits_the_tasks_in_flight_with_one_per_client(workload, often):
     seen = drive(workload, accepts=never_first(often))
     for event, following in zip(seen.events, seen.events[1:], strict=False):
         if isinstance(event, Dispatched):
@@ -103,7 +103,7 @@ def test_so_many_are_under_way_and_nobody_twice(workload, often):
 
 
 @given(workloads(["cohorts"]), OFTEN)
-def test_everybody_waits_for_the_cohort(workload, often):
+def test_clients_wait_until_the_cohort_is_complete(workload, often):
     seen = drive(workload, accepts=never_first(often))
     accepted = 0
     for event, following in zip(seen.events, seen.events[1:], strict=False):
@@ -118,14 +118,14 @@ def test_everybody_waits_for_the_cohort(workload, often):
 
 
 @given(workloads(["cohorts"], stay=True))
-def test_a_cohort_that_is_answered_is_of_one_version(workload):
+def test_updates_of_a_cohort_have_one_version(workload):
     seen = drive(workload)
     for i, event in enumerate(seen.completions):
         assert event.completion.relative_delay == i % workload.cohort or len(workload.clients) < workload.cohort
 
 
 @given(workloads(["cohorts"], stay=True), OFTEN)
-def test_others_come_first_in_place_of_who_was_refused(workload, often):
+def test_other_clients_replace_rejected_clients_first(workload, often):
     """Between two steps of the model nobody is asked again while somebody was not asked."""
     seen = drive(workload, accepts=never_first(often))
     accepted, asked = 0, Counter()
@@ -141,7 +141,7 @@ def test_others_come_first_in_place_of_who_was_refused(workload, often):
 
 
 @given(workloads(["drawn", "some drawn"]), OFTEN)
-def test_the_rule_draws_whenever_the_model_moves(workload, often):
+def test_rule_samples_clients_after_each_step(workload, often):
     seen = drive(workload, accepts=never_first(often))
     accepted, drawn = 0, []
     first = True
@@ -165,7 +165,7 @@ def test_the_rule_draws_whenever_the_model_moves(workload, often):
 
 
 @given(workloads(["routed", "some routed"]), OFTEN)
-def test_as_many_tasks_are_routed_as_ever(workload, often):
+def test_routing_keeps_the_number_of_tasks_in_flight(workload, often):
     seen = drive(workload, accepts=never_first(often))
     tasks = workload.concurrency if workload.kind == "some routed" else len(workload.clients)
     for event, following in zip(seen.events, seen.events[1:], strict=False):
@@ -173,7 +173,7 @@ def test_as_many_tasks_are_routed_as_ever(workload, often):
             assert len(event.in_flight) == tasks
 
 
-def test_draws_are_uniform_and_routes_have_their_shares():
+def test_samples_are_uniform_and_routes_have_their_shares():
     clients = [3, 5, 7, 8]
     here = AvailableClients(clients)
     generator = np.random.default_rng(0)
@@ -204,7 +204,7 @@ def test_draws_are_uniform_and_routes_have_their_shares():
             assert abs(counts[name] - n * p) <= 6 * math.sqrt(n * p * (1 - p))
 
 
-def test_who_leaves_finishes_and_who_fails_loses():
+def test_leaving_clients_finish_and_failed_clients_lose_their_tasks():
     changes = [
         AvailabilityChange(1.0, 0, "leave"),
         AvailabilityChange(3.0, 1, "fail"),
@@ -233,7 +233,7 @@ def test_who_leaves_finishes_and_who_fails_loses():
     ]
 
 
-def test_who_returns_at_its_last_task_is_not_asked_twice():
+def test_client_that_returns_during_its_task_receives_no_second_task():
     loop = alone([AvailabilityChange(0.5, 0, "leave"), AvailabilityChange(1.0, 0, "return")], clients=(0,))
     keys = []
     while len(keys) < 3:
@@ -256,14 +256,14 @@ def play(loop, told):
             loop.acknowledge(True)
 
 
-def test_nobody_left_is_said_with_the_number_of_answers():
+def test_error_without_available_clients_contains_the_number_of_updates():
     told = []
     with pytest.raises(ArgumentError, match="expected a client with a task after 5 updates"):
         play(alone([AvailabilityChange(5.0, 0, "fail"), AvailabilityChange(5.0, 1, "leave")]), told)
     assert sum(isinstance(event, DropoutEvent) for event in told) == 1
 
 
-def test_what_is_told_out_of_turn_is_refused_and_changes_nothing():
+def test_calls_in_the_wrong_order_are_rejected_without_effect():
     loop = alone()
     assert loop.next() == DispatchEvent(0)
     for call, words in (
@@ -285,7 +285,7 @@ def test_what_is_told_out_of_turn_is_refused_and_changes_nothing():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_what_does_not_fit_is_refused_by_name():
+def test_invalid_arguments_are_rejected_by_name():
     clients = [0, 1, 2, 3]
     generator = np.random.default_rng(0)
     used = IndependentClients(Deterministic(1.0), generator)

@@ -30,7 +30,7 @@ def test_theil_is_the_relative_entropy(x):
 
 
 @given(values, st.sampled_from([1e-300, 0.1, 1e300]), st.randoms())
-def test_units_and_order_do_not_matter(x, unit, random):
+def test_indices_are_invariant_under_scaling_and_order(x, unit, random):
     other = [unit * a for a in x]
     random.shuffle(other)
     for measure in (gini, theil):
@@ -39,13 +39,13 @@ def test_units_and_order_do_not_matter(x, unit, random):
 
 
 @given(st.floats(0, 1e300), st.integers(1, 20))
-def test_equality_is_zero(value, n):
+def test_indices_of_equal_values_are_zero(value, n):
     assert gini([value] * n) == 0
     assert theil([value] * n) == pytest.approx(0, abs=1e-15)
 
 
 @given(st.integers(1, 50))
-def test_one_who_has_all_is_the_maximum(n):
+def test_indices_are_largest_if_one_client_has_everything(n):
     x = [0.0] * (n - 1) + [3.0]
     assert gini(x) == pytest.approx(1 - 1 / n)
     assert theil(x) == pytest.approx(math.log(n))
@@ -64,6 +64,6 @@ def test_one_who_has_all_is_the_maximum(n):
         (["a"], "values: expected real numbers"),
     ],
 )
-def test_bad_input_is_refused_by_name(measure, bad, words):
+def test_invalid_input_is_rejected_by_name(measure, bad, words):
     with pytest.raises(ArgumentError, match=words):
         measure(bad)

@@ -169,13 +169,13 @@ def test_a_delay_per_task_has_a_name():
         (",as=gaussian,per_task=1", "per_task: expected a bool, got int"),
     ],
 )
-def test_a_bad_spec_is_refused_by_name(path, options, words):
+def test_invalid_spec_is_rejected_by_name(path, options, words):
     with pytest.raises(ArgumentError, match=words):
         workloads.delays(f"measured:{path}{options}")
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_device_without_time_is_refused_by_name(path):
+def test_device_without_time_is_rejected_by_name(path):
     path.write_text(CSV + "3,clock,0.0,0.0\n")
     with pytest.raises(ArgumentError, match=r"path: .*delays.csv, client clock: lognormal: mean: expected .* > 0"):
         fit_profiles(path, "lognormal")

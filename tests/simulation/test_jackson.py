@@ -53,7 +53,7 @@ NETWORKS = [((0.5, 0.5), (1.0, 3.0), 3), ((0.2, 0.3, 0.5), (1.0, 0.5, 2.0), 2), 
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(("routing", "rates", "tasks"), NETWORKS)
-def test_queues_have_the_exact_law_soon_and_the_stationary_one_later(routing, rates, tasks):
+def test_queue_lengths_have_the_exact_and_the_stationary_distribution(routing, rates, tasks):
     runs, late, soon = 800, 40, 3
     counts = {soon: collections.Counter(), late: collections.Counter()}
     for seed in range(runs):
@@ -78,7 +78,7 @@ def test_queues_have_the_exact_law_soon_and_the_stationary_one_later(routing, ra
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(("routing", "rates", "tasks"), NETWORKS)
-def test_relative_delays_and_throughput_are_those_of_the_stationary_law(routing, rates, tasks):
+def test_relative_delays_and_throughput_equal_the_stationary_means(routing, rates, tasks):
     """E[D_i] is the mean queue under m − 1 tasks; tasks finish at the rate of the busy clients under m."""
     runs, warm, length = 60, 40, 200
     delays, speeds = [], []
@@ -114,7 +114,7 @@ def test_tasks_at_a_client_finish_in_order_of_arrival():
     assert [d.started for d in done[1:]] == [d.time for d in done[:-1]]
 
 
-def test_routes_are_drawn_by_the_shares():
+def test_routes_have_the_given_shares():
     network = JacksonNetwork([0.0, 0.25, 0.0, 0.75, 0.0], [1.0] * 5, np.random.default_rng(0), concurrency=1)
     count = 20_000
     times = np.bincount([network.route() for _ in range(count)], minlength=5)
@@ -123,7 +123,7 @@ def test_routes_are_drawn_by_the_shares():
     assert abs(times[1] - count / 4) <= 6 * math.sqrt(count * 3 / 16)
 
 
-def test_a_closed_network_takes_no_more_than_its_tasks():
+def test_closed_network_rejects_additional_tasks():
     network = JacksonNetwork([1.0], [1.0], np.random.default_rng(0), concurrency=2)
     network.dispatch(0)
     network.dispatch(0)
@@ -163,6 +163,6 @@ GENERATOR = np.random.default_rng(0)
         ),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_input_is_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

@@ -39,7 +39,7 @@ def check_sound(seen, limit):
 
 
 @given(workloads(), st.integers(1, 9))
-def test_the_order_in_which_tasks_will_be_needed_is_exact(workload, limit):
+def test_predicted_order_of_tasks_is_exact(workload, limit):
     """As long as updates are accepted and clients are given as much as before: for every scheduler, clients that come and go."""
     seen = drive(workload, limit=limit)
     check_sound(seen, limit)
@@ -50,7 +50,7 @@ def test_the_order_in_which_tasks_will_be_needed_is_exact(workload, limit):
 
 
 @given(workloads(), st.integers(1, 9), st.integers(2, 4))
-def test_refusals_and_other_amounts_of_work_make_it_a_guess_at_most(workload, limit, often):
+def test_wrong_assumptions_only_make_the_prediction_inexact(workload, limit, often):
     seen = drive(workload, accepts=lambda nth: nth % often > 0, work=lambda client, nth: 1.0 + nth % often, limit=limit)
     check_sound(seen, limit)
     # Looking ahead changes nothing.
@@ -60,7 +60,7 @@ def test_refusals_and_other_amounts_of_work_make_it_a_guess_at_most(workload, li
     )
 
 
-def test_no_copy_an_event(monkeypatch):
+def test_lookahead_copies_the_event_loop_rarely(monkeypatch):
     copies = count()
     real = copy.deepcopy
     monkeypatch.setattr(module.copy, "deepcopy", lambda loop: (next(copies), real(loop))[1])

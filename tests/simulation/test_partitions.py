@@ -23,7 +23,7 @@ concentrations = st.sampled_from([0, 1e-3, 0.1, 0.5, 1.0, 100.0, 1e308, math.inf
 
 
 @given(seeds, st.lists(st.integers(-3, 3), min_size=1, max_size=80), st.data(), concentrations)
-def test_every_sample_goes_to_exactly_one_client(seed, labels, data, concentration):
+def test_each_sample_belongs_to_exactly_one_client(seed, labels, data, concentration):
     clients = data.draw(st.integers(1, len(labels)))
     parts = dirichlet_partition(labels, clients, concentration, np.random.default_rng(seed))
     assert len(parts) == clients
@@ -45,14 +45,14 @@ def is_split(parts, clients, labels, whole=True):
 
 
 @given(seeds, labelled, st.data())
-def test_the_parts_of_an_iid_split_are_of_one_size(seed, labels, data):
+def test_iid_parts_have_equal_sizes(seed, labels, data):
     clients = data.draw(st.integers(1, len(labels)))
     parts = iid_partition(labels, clients, np.random.default_rng(seed))
     is_split(parts, clients, labels)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_an_iid_split_does_not_look_at_labels():
+def test_iid_partition_is_independent_of_the_labels():
     labels = np.repeat(np.arange(4), 500)
     counts = [np.bincount(labels[part], minlength=4) for part in iid_partition(labels, 4, np.random.default_rng(0))]
     # Hypergeometric counts of mean 125 and standard deviation 8.4; five of these.
@@ -64,7 +64,7 @@ def test_an_iid_split_does_not_look_at_labels():
 
 
 @given(seeds, labelled, st.data())
-def test_shards_are_runs_of_samples_in_order_of_label(seed, labels, data):
+def test_shards_are_consecutive_samples_sorted_by_label(seed, labels, data):
     clients = data.draw(st.integers(1, len(labels)))
     shards = data.draw(st.integers(1, len(labels) // clients))
     parts = shards_partition(labels, clients, shards, np.random.default_rng(seed))
@@ -75,14 +75,14 @@ def test_shards_are_runs_of_samples_in_order_of_label(seed, labels, data):
     assert max(map(len, parts)) - min(map(len, parts)) <= shards
 
 
-def test_two_shards_are_two_labels_where_labels_are_as_many_as_shards():
+def test_clients_have_two_labels_if_each_shard_is_one_label():
     labels = np.random.default_rng(1).permutation(np.repeat(np.arange(20), 7))
     parts = shards_partition(labels, 10, 2, np.random.default_rng(0))
     assert all(sorted(np.bincount(labels[part], minlength=20))[-3:] == [0, 7, 7] for part in parts)
 
 
 @given(seeds, labelled, st.data())
-def test_labels_go_round(seed, labels, data):
+def test_cyclic_partition_assigns_labels_modulo_their_number(seed, labels, data):
     kinds = sorted(set(labels.tolist()))
     clients = data.draw(st.integers(1, len(labels)))
     each = data.draw(st.integers(1, len(kinds)))
@@ -96,7 +96,7 @@ def test_labels_go_round(seed, labels, data):
         assert sum(counts) == (labels == kind).sum() * bool(counts)
 
 
-def test_the_labels_of_queue_g3():
+def test_cyclic_partition_equals_the_example_of_queue_g3():
     labels = np.repeat(np.arange(10), 30)
     parts = cyclic_partition(labels, 10, 3, np.random.default_rng(0))
     assert [sorted(set(labels[part].tolist())) for part in parts[:4]] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 1, 9]]
@@ -104,7 +104,7 @@ def test_the_labels_of_queue_g3():
 
 
 @given(seeds, labelled, st.data())
-def test_disjoint_labels_are_whole(seed, labels, data):
+def test_disjoint_partition_assigns_whole_labels(seed, labels, data):
     kinds = set(labels.tolist())
     clients = data.draw(st.integers(1, len(kinds)))
     parts = disjoint_partition(labels, clients, np.random.default_rng(seed))
@@ -119,7 +119,7 @@ def test_disjoint_labels_are_whole(seed, labels, data):
     [(dirichlet_partition, {"concentration": 0.5}), (iid_partition, {}), (shards_partition, {"shards_per_client": 2}),
      (cyclic_partition, {"labels_per_client": 2}), (disjoint_partition, {})],
 )  # fmt: skip
-def test_a_seed_says_all(split, options):
+def test_equal_seeds_give_equal_partitions(split, options):
     labels = np.tile(np.arange(8), 9)
     one, again, other = (split(labels, 6, **options, generator=np.random.default_rng(s)) for s in (0, 0, 1))
     assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
@@ -135,7 +135,7 @@ def test_dropping_remainders_drops_fewer_than_one_sample_a_client_and_label(seed
     assert 500 - 5 * 7 < len(kept) <= 500
 
 
-def test_the_limits_of_concentration():
+def test_concentrations_zero_and_infinity_are_the_limits():
     labels = np.repeat(np.arange(4), 30)
     alone = dirichlet_partition(labels, 6, 0, np.random.default_rng(0))
     assert all(len(set(np.bincount(labels[part], minlength=4)) - {0, 30}) == 0 for part in alone)
@@ -147,7 +147,7 @@ def test_the_limits_of_concentration():
     assert max(map(len, ties)) < 10
 
 
-def test_the_statistics_of_the_paper():
+def test_dirichlet_partition_has_the_statistics_of_the_paper():
     """SPEC §7: α = .5, N = 30, K = 62: top 9 labels .524, top 30 .913, sizes 1.40 and 2.87 label units."""
     labels = np.repeat(np.arange(62), 2000)
     top9, top30, smallest, largest = [], [], [], []
@@ -166,12 +166,12 @@ def test_the_statistics_of_the_paper():
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_numpy_number_is_a_concentration():
+def test_concentration_may_be_a_numpy_number():
     ours, plain = (dirichlet_partition([0, 1] * 9, 3, a, np.random.default_rng(0)) for a in (np.float32(0.5), 0.5))
     assert all(np.array_equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
-def test_strings_are_labels_too():
+def test_labels_may_be_strings():
     parts = dirichlet_partition(["a", "b", "a"], 2, 0.5, np.random.default_rng(0))
     assert sum(map(len, parts)) == 3
 
@@ -192,7 +192,7 @@ def test_strings_are_labels_too():
         ({"generator": 0}, "generator: expected a numpy.random.Generator, got int"),
     ],
 )
-def test_bad_input_is_refused_by_name(change, words):
+def test_invalid_input_is_rejected_by_name(change, words):
     arguments = {"labels": [0, 0, 1, 1], "clients": 2, "concentration": 0.5, "generator": np.random.default_rng(0)}
     with pytest.raises(ArgumentError, match=words):
         dirichlet_partition(**(arguments | change))
@@ -215,7 +215,7 @@ def test_bad_input_is_refused_by_name(change, words):
         (lambda g: disjoint_partition([0, 1, 0], 3, g), "clients: expected at most one for each of 2 labels, got 3"),
     ],
 )
-def test_what_cannot_be_split_is_refused_by_name(call, words):
+def test_impossible_partitions_are_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call(np.random.default_rng(0))
 
@@ -224,7 +224,7 @@ owned = st.lists(st.integers(0, 30), min_size=1, max_size=120).map(np.array)
 
 
 @given(seeds, owned, st.data(), st.sampled_from(["owners", "samples"]))
-def test_whole_owners_go_to_one_client_each_and_no_sample_is_dropped(seed, owners, data, balance):
+def test_grouped_partition_keeps_owners_whole_and_drops_no_sample(seed, owners, data, balance):
     count = len(set(owners.tolist()))
     clients = data.draw(st.integers(1, count))
     options = {"user_ids": owners, "balance": balance}
@@ -240,7 +240,7 @@ def test_whole_owners_go_to_one_client_each_and_no_sample_is_dropped(seed, owner
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
 
 
-def test_thirty_five_plays_go_to_thirty_clients_as_in_the_paper():
+def test_grouped_partition_of_35_plays_equals_the_paper():
     plays = np.repeat(np.arange(35), np.random.default_rng(1).integers(1, 90, 35))
     splits = [
         grouped_partition(np.zeros(len(plays)), 30, np.random.default_rng(seed), user_ids=plays) for seed in (0, 1)
@@ -254,7 +254,7 @@ def test_thirty_five_plays_go_to_thirty_clients_as_in_the_paper():
     assert first != sorted(first, reverse=True)
 
 
-def test_the_patients_of_the_paper_go_to_thirty_clients():
+def test_grouped_partition_of_30805_patients_equals_the_paper():
     patients = np.random.default_rng(0).permutation(np.resize(np.arange(30_805), 112_120))
     parts = grouped_partition(np.zeros(112_120), 30, np.random.default_rng(0), user_ids=patients)
     assert sum(map(len, parts)) == 112_120
@@ -285,7 +285,7 @@ def test_balanced_samples_are_within_grahams_bound(seed, sizes, clients):
         ({"user_ids": [0, 1, 2, 3], "balance": "size"}, "balance: expected one of owners, samples"),
     ],
 )
-def test_owners_that_cannot_be_grouped_are_named(options, said):
+def test_impossible_groups_are_rejected_by_name(options, said):
     with pytest.raises(ArgumentError, match=said):
         grouped_partition(np.zeros(4), 3, np.random.default_rng(0), **options)
 
@@ -320,6 +320,6 @@ def test_linear_sizes_are_those_of_the_report():
         (lambda client: "a", "weights: expected real numbers"),
     ],
 )
-def test_weights_that_do_not_fit_are_named(weights, said):
+def test_invalid_weights_are_rejected_by_name(weights, said):
     with pytest.raises(ArgumentError, match=said):
         sizes_partition(np.zeros(9), 3, np.random.default_rng(0), weights=weights)

@@ -113,7 +113,7 @@ def killed(monkeypatch):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_goes_on_bit_for_bit(name, tmp_path):
+def test_every_rule_resumes_with_equal_bits(name, tmp_path):
     what = method(name)
     # No noise is added to buffers: a private rule refuses those of batch normalisation.
     federation = (
@@ -166,14 +166,14 @@ PAIRS = [
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.usefixtures("killed")
-def test_every_scenario_goes_on_from_what_was_written_beside_the_work(pair, tmp_path):
+def test_every_scenario_resumes_from_background_checkpoints(pair, tmp_path):
     name, _, scenario = pair.partition(": ")
     what, given = WAYS[name], WORKLOADS[scenario]
     whole = run(FEDERATION, what, num_updates=20, **given)
     assert in_parts(tmp_path / "run", (6, 15), what, num_updates=20, **given) == whole
 
 
-def test_these_scenarios_have_tasks_that_are_lost_refused_and_failing(monkeypatch):
+def test_scenarios_contain_lost_rejected_and_failing_tasks(monkeypatch):
     lost = []
     real = TaskRunner.cancel
     monkeypatch.setattr(TaskRunner, "cancel", lambda runner, task_ids: (lost.extend(task_ids), real(runner, task_ids)))
@@ -198,7 +198,7 @@ PLACES = {
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("place", PLACES)
-def test_whatever_it_is_stopped_in_it_goes_on(place, after, tmp_path, monkeypatch):
+def test_run_resumes_after_an_interrupt_at_any_point(place, after, tmp_path, monkeypatch):
     owner, name = PLACES[place]
     given = {"num_updates": 14} | WORKLOADS["failing"]
     whole = run(FEDERATION, REMEMBERS, **given)
@@ -225,7 +225,7 @@ def test_whatever_it_is_stopped_in_it_goes_on(place, after, tmp_path, monkeypatc
     assert once(tmp_path / "run", **given) == whole
 
 
-def test_an_error_stops_a_run_as_an_interrupt_does(tmp_path):
+def test_run_resumes_after_an_exception(tmp_path):
     """Who mends what was wrong loses nothing."""
 
     def fails():
@@ -236,12 +236,12 @@ def test_an_error_stops_a_run_as_an_interrupt_does(tmp_path):
     assert once(tmp_path / "run") == run(FEDERATION, REMEMBERS, num_updates=ROUNDS)
 
 
-def test_what_an_executor_has_trained_ahead_is_trained_again(tmp_path):
+def test_tasks_trained_ahead_are_repeated_after_a_resume(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         assert in_parts(tmp_path / "run", (3, 7), executor=pool) == run(FEDERATION, REMEMBERS, num_updates=ROUNDS)
 
 
-def test_time_that_a_rule_asks_for_is_remembered(tmp_path):
+def test_requested_epochs_are_stored_for_the_resume(tmp_path):
     rule = rules.AsyncFedED(0.1, gain=1.0, target=3.0, epochs=2, warm_up=0)
     what = Method("AsyncFedED", rule, trainers.Epochs(runners.LOCAL))
     like = {"delays": Deterministic(1.0), "task_cost": "trainer"}
@@ -250,7 +250,7 @@ def test_time_that_a_rule_asks_for_is_remembered(tmp_path):
     assert in_parts(tmp_path / "run", (2, 6), what, **like) == whole
 
 
-def test_who_watches_hears_of_each_answer_once_and_of_all_rounds(tmp_path):
+def test_callbacks_receive_each_update_once(tmp_path):
     heard, rounds = [], []
 
     def watch(event):
@@ -267,14 +267,14 @@ def test_who_watches_hears_of_each_answer_once_and_of_all_rounds(tmp_path):
     assert found.seconds > 0
 
 
-def test_a_run_that_is_over_ends_as_it_did(tmp_path):
+def test_finished_run_resumes_to_the_same_result(tmp_path):
     whole = once(tmp_path / "run", STEADY, often=1)
     heard = []
     assert once(tmp_path / "run", STEADY, on_update=lambda event: heard.append(event.update_index)) == whole
     assert heard == [ROUNDS]
 
 
-def test_messages_are_written_once_and_not_where_the_server_keeps_them(tmp_path):
+def test_checkpoint_does_not_repeat_messages_that_the_server_stores(tmp_path):
     in_parts(tmp_path / "run", [4])
     tree = tensor_file.load(tmp_path / "run", "run")
     starts = [message[0] for *_, message in tree["tickets"]]
@@ -302,7 +302,7 @@ def log_of(comparison):
 
 
 @pytest.mark.parametrize("kill", [False, True], ids=["stopped", "killed"])
-def test_a_comparison_goes_on_to_the_same_bits(kill, comparison, tmp_path, request, monkeypatch):
+def test_comparison_resumes_with_equal_bits(kill, comparison, tmp_path, request, monkeypatch):
     """Stopped in the first run, before the curve that is drawn and after it, in the last; no line of the log is twice."""
     if kill:
         request.getfixturevalue("killed")
@@ -332,7 +332,7 @@ def test_a_comparison_goes_on_to_the_same_bits(kill, comparison, tmp_path, reque
     assert list(tmp_path.iterdir()) == []
 
 
-def test_runs_that_are_over_are_not_trained_again(comparison, tmp_path):
+def test_finished_runs_are_not_repeated(comparison, tmp_path):
     told = []
     assert compared(folder=tmp_path / "x") == comparison
     found = compared(folder=tmp_path / "x", resume=True, progress=lambda *_: told.append(1))
@@ -342,7 +342,7 @@ def test_runs_that_are_over_are_not_trained_again(comparison, tmp_path):
     assert len(told) == 32
 
 
-def test_methods_in_another_order_go_on_as_themselves(tmp_path):
+def test_comparison_resumes_with_another_order_of_methods(tmp_path):
     """Results and the plane are those of that order, wherever it was stopped."""
     names = ["asyncbezier:degree=2", "fedgs", "asyncbezier:degree=3"]
     like = {"clients": 4, "num_updates": 4, "seeds": 2, "eval_every": 4}
@@ -358,7 +358,7 @@ def test_methods_in_another_order_go_on_as_themselves(tmp_path):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_another_comparison_does_not_go_on_with_it(tmp_path):
+def test_progress_of_another_comparison_is_rejected(tmp_path):
     folder = tmp_path / "x"
     with pytest.raises(Stop):
         compared(folder=folder, progress=stopping(12))
@@ -401,7 +401,7 @@ def test_another_comparison_does_not_go_on_with_it(tmp_path):
     ],
     ids=["delays", "availability", "scheduler"],
 )
-def test_a_file_that_is_another_by_now_is_refused_by_name(option, words, before, after, tmp_path):
+def test_changed_input_file_is_rejected_by_name(option, words, before, after, tmp_path):
     path = tmp_path / "named.csv"
     given = {"folder": tmp_path / "x", option: words.format(path), "num_updates": 4, "eval_every": 4}
     path.write_text(before)
@@ -436,7 +436,7 @@ def test_a_file_that_is_another_by_now_is_refused_by_name(option, words, before,
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_other_settings_are_refused_by_name(change, words, tmp_path, monkeypatch):
+def test_changed_settings_are_rejected_by_name(change, words, tmp_path, monkeypatch):
     path = tmp_path / "run"
     with pytest.raises(Stop):
         once(path, progress=stopping(4))
@@ -457,7 +457,7 @@ def test_other_settings_are_refused_by_name(change, words, tmp_path, monkeypatch
     assert path.read_bytes() == before
 
 
-def test_a_course_that_goes_otherwise_is_refused(tmp_path):
+def test_different_order_of_events_is_rejected(tmp_path):
     """Two functions of one name."""
 
     def made(seed):
@@ -474,7 +474,7 @@ def test_a_course_that_goes_otherwise_is_refused(tmp_path):
     )
 
 
-def test_torn_and_foreign_files_are_refused(tmp_path):
+def test_truncated_and_foreign_files_are_rejected(tmp_path):
     path = tmp_path / "run"
     with pytest.raises(Stop):
         once(path, progress=stopping(4))
@@ -496,7 +496,7 @@ def test_torn_and_foreign_files_are_refused(tmp_path):
         once(path)
 
 
-def test_without_resume_a_run_begins_anew(tmp_path):
+def test_run_without_resume_starts_from_the_beginning(tmp_path):
     in_parts(tmp_path / "run", [6], STEADY)
     rounds = []
     checkpoint = CheckpointPolicy(tmp_path / "run", every_updates=2)
@@ -511,7 +511,7 @@ def test_without_resume_a_run_begins_anew(tmp_path):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_what_cannot_be_kept_is_told_at_the_door(tmp_path):
+def test_values_that_cannot_be_stored_are_rejected_before_the_run(tmp_path):
     told = []
     like = {"num_updates": 3, "progress": lambda: told.append(1)}
     odd = replace(REMEMBERS, rule=rules.FedAsync(lambda version: 0.5))
@@ -524,7 +524,7 @@ def test_what_cannot_be_kept_is_told_at_the_door(tmp_path):
     assert (told, list(tmp_path.iterdir())) == ([], [])
 
 
-def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch, caplog):
+def test_full_disk_loses_the_checkpoint_and_not_the_run(tmp_path, monkeypatch, caplog):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
@@ -537,7 +537,7 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_run(tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_seconds_are_waited_for_and_a_slow_disk_is_waited_for_longer(tmp_path, monkeypatch):
+def test_checkpoint_interval_grows_with_a_slow_disk(tmp_path, monkeypatch):
     now = [0.0]
     written = []
 
@@ -558,7 +558,7 @@ def test_seconds_are_waited_for_and_a_slow_disk_is_waited_for_longer(tmp_path, m
     assert written == [10.0, 13.0 + 3 * INTERVAL_FACTOR, 16.0 + 6 * INTERVAL_FACTOR]
 
 
-def test_what_is_written_is_what_json_could_hold_of_the_log(tmp_path):
+def test_checkpoint_contains_the_log_as_json_values(tmp_path):
     in_parts(tmp_path / "run", [4])
     rows = tensor_file.load(tmp_path / "run", "run")["evaluations"]
     whole = run(FEDERATION, REMEMBERS, num_updates=ROUNDS)

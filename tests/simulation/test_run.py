@@ -85,7 +85,7 @@ def test_equal_seeds_give_equal_bits(comparison):
     assert json.dumps(again.log()) == json.dumps(comparison.log())
 
 
-def test_staleness_is_what_the_clock_makes_it(comparison):
+def test_staleness_follows_from_the_virtual_time(comparison):
     """A client that was dispatched after round a and answers in round b missed b - a - 1 versions."""
     for runs in comparison.runs.values():
         for one in runs:
@@ -95,7 +95,7 @@ def test_staleness_is_what_the_clock_makes_it(comparison):
                 last[client] = round_
 
 
-def test_the_summary_is_taken_from_the_runs(comparison):
+def test_summary_is_computed_from_the_runs(comparison):
     runs, row = comparison.runs["FedOrtho"], comparison.summary()["FedOrtho"]
     assert row["final_mean"] == pytest.approx(np.mean([r.accuracy[-1] for r in runs]))
     assert row["final_sd"] == pytest.approx(np.std([r.accuracy[-1] for r in runs], ddof=1))
@@ -107,7 +107,7 @@ def test_the_summary_is_taken_from_the_runs(comparison):
         assert hit is None or (one.accuracy[hit] >= 0.9 and max(one.accuracy[:hit], default=0) < 0.9)
 
 
-def test_a_report_is_written_whole(comparison, tmp_path):
+def test_report_contains_all_files(comparison, tmp_path):
     folder = tmp_path / "runs" / "name"
     files = write_report(comparison, folder)
     names = ["results.json", "log.jsonl", "timing.json", "accuracy.png", "clients.png", "gantt.png", "plane.png"]
@@ -127,7 +127,7 @@ def test_a_report_is_written_whole(comparison, tmp_path):
     assert [entry.name for entry in (tmp_path / "runs").iterdir()] == ["name"]
 
 
-def test_a_report_does_not_replace_what_is_none(comparison, tmp_path):
+def test_report_does_not_replace_other_folders(comparison, tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(ArgumentError, match="is not a report"):
         write_report(comparison, tmp_path)
@@ -135,7 +135,7 @@ def test_a_report_does_not_replace_what_is_none(comparison, tmp_path):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_report_that_fails_leaves_the_one_before(comparison, tmp_path, monkeypatch):
+def test_failed_report_keeps_the_previous_report(comparison, tmp_path, monkeypatch):
     folder = tmp_path / "name"
     (file, *_) = write_report(comparison, folder)
     before = file.read_bytes()
@@ -154,7 +154,7 @@ def test_a_report_that_fails_leaves_the_one_before(comparison, tmp_path, monkeyp
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_destination_that_cannot_be_is_refused_at_once(tmp_path):
+def test_invalid_destination_is_rejected_before_the_run(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     (tmp_path / "odd" / "results.json").mkdir(parents=True)
@@ -170,14 +170,14 @@ def test_a_destination_that_cannot_be_is_refused_at_once(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_report_that_fails_leaves_nothing(comparison, tmp_path, monkeypatch):
+def test_failed_report_leaves_no_files(comparison, tmp_path, monkeypatch):
     monkeypatch.setattr("manifoldagg.experiments.plots.draw_planes", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_report(comparison, tmp_path / "name")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_client_that_diverges_is_dropped_and_comes_back():
+def test_diverging_client_is_dropped_and_receives_another_task():
     class Diverges:
         calls = 0
 
@@ -195,7 +195,7 @@ def test_a_client_that_diverges_is_dropped_and_comes_back():
     assert len(one.accuracy) == 13
 
 
-def test_held_out_samples_are_nobodys_training_samples():
+def test_held_out_samples_are_not_training_samples():
     federation = FederatedDataset.split(load_dataset("digits"), 30, partition=dirichlet(0.5), seed=0)
     everything = [*federation.train, *federation.held_out]
     assert sorted(np.concatenate(everything).tolist()) == list(range(1797))
@@ -229,7 +229,7 @@ def test_batches_are_reshuffled_and_repeatable():
     assert all(torch.equal(p.sort().values, inputs) for p in passes)
 
 
-def test_models_depend_on_their_seed_alone():
+def test_initial_models_depend_only_on_the_seed():
     state = torch.random.get_rng_state()
     a, b = (seeded_model(lambda: nn.Linear(3, 3), 5) for _ in range(2))
     assert torch.equal(a.weight, b.weight)
@@ -279,6 +279,6 @@ def test_models_depend_on_their_seed_alone():
         (lambda: FederatedDataset.split(clusters(), 3, partition=dirichlet(1.0), seed=0, batch=0), "batch: expected"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_input_is_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

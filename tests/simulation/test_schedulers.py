@@ -114,7 +114,7 @@ def test_cancelled_tasks_never_finish(maker, seed, before):
 
 @pytest.mark.parametrize("maker", MAKERS)
 @given(seeds)
-def test_peeking_tells_the_time_and_changes_nothing(maker, seed):
+def test_peek_returns_the_time_without_effect(maker, seed):
     scheduler, other = maker(seed), maker(seed)
     assert scheduler.peek() == math.inf
     live(scheduler, 1)
@@ -180,7 +180,7 @@ class Fixed:
         return self.value % high
 
 
-def test_every_ticket_of_the_draw_has_its_position():
+def test_each_random_number_selects_one_position():
     scheduler = PriorityScheduler(4, np.random.default_rng(0))
     positions = []
     for ticket in range(10):
@@ -189,7 +189,7 @@ def test_every_ticket_of_the_draw_has_its_position():
     assert sorted(positions) == [0] * 4 + [1] * 3 + [2] * 2 + [3]
 
 
-def test_keys_are_fixed_at_the_push_and_tasks_taken_before_the_finished_client_returns():
+def test_next_task_starts_before_the_finished_client_is_queued_again():
     scheduler = PriorityScheduler(3, np.random.default_rng(0), workers=1, k=2.0, speed=1.0)
     # Always position 0.
     scheduler._generator = Fixed(-1)
@@ -208,7 +208,7 @@ def test_keys_are_fixed_at_the_push_and_tasks_taken_before_the_finished_client_r
 
 
 @given(seeds, st.integers(1, 4), st.lists(st.integers(0, 9), min_size=1, max_size=12))
-def test_no_more_tasks_run_than_there_are_workers_and_none_of_them_idles(seed, workers, works):
+def test_number_of_running_tasks_equals_the_number_of_workers(seed, workers, works):
     scheduler = PriorityScheduler(len(works), np.random.default_rng(seed), workers=workers, speed=1.0)
     for client, work in enumerate(works):
         scheduler.dispatch(client, work)
@@ -223,7 +223,7 @@ def test_no_more_tasks_run_than_there_are_workers_and_none_of_them_idles(seed, w
     assert sum(c.time - c.started for c in done) == sum(works)
 
 
-def test_a_worker_whose_task_is_cancelled_takes_the_next():
+def test_worker_starts_the_next_task_after_a_cancellation():
     scheduler = PriorityScheduler(2, np.random.default_rng(0), workers=1, speed=1.0)
     for client in range(2):
         scheduler.dispatch(client, 4.0)
@@ -265,7 +265,7 @@ GENERATOR = np.random.default_rng(0)
         ),
     ],
 )
-def test_bad_input_is_refused_by_name(call, words):
+def test_invalid_input_is_rejected_by_name(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
@@ -273,7 +273,7 @@ def test_bad_input_is_refused_by_name(call, words):
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("maker", [independent, priority, network])
 @pytest.mark.parametrize("task", [(2, -1.0), (None, 1.0), (2, 1e308), (1, 1e308)])
-def test_a_refused_task_changes_nothing(maker, task):
+def test_rejected_task_has_no_effect(maker, task):
     scheduler = maker(0)
     scheduler.dispatch(1, 1.0)
     before = copy.deepcopy(scheduler)
@@ -285,7 +285,7 @@ def test_a_refused_task_changes_nothing(maker, task):
 
 
 @pytest.mark.parametrize("maker", [independent, priority, network])
-def test_no_task_that_is_taken_overflows_however_late_it_is(maker):
+def test_priorities_of_late_tasks_do_not_overflow(maker):
     scheduler = maker(0)
     scheduler.advance(1.7e308)
     # The longest delay here is 37 times a mean of 2, and nobody is slower than a batch a second.

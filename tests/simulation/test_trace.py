@@ -40,7 +40,7 @@ def number_like(name):
 
 
 @given(traces())
-def test_a_trace_comes_back_as_it_was(tmp_path_factory, records):
+def test_trace_roundtrips_through_a_file(tmp_path_factory, records):
     path = tmp_path_factory.mktemp("trace") / "trace.csv"
     if any(number_like(record.client) for record in records):
         with pytest.raises(ArgumentError, match="records: expected names that are not integers"):
@@ -85,7 +85,7 @@ def test_a_replay_gives_the_same_completions_in_the_same_order(ties, seed):
     assert replay.in_flight == 6
 
 
-def test_a_replay_takes_what_the_server_counted_and_what_it_does_not_know_never_finishes():
+def test_replay_completes_only_the_tasks_of_the_trace():
     record = TaskRecord.from_completion(
         recorded(IndependentClients(Deterministic(1.0), np.random.default_rng(0)), 1, 1)[0], staleness=4
     )
@@ -98,7 +98,7 @@ def test_a_replay_takes_what_the_server_counted_and_what_it_does_not_know_never_
     assert replay.in_flight == 0
 
 
-def test_a_replay_cannot_go_back():
+def test_replay_rejects_tasks_in_the_past_and_unsorted_records():
     replay = ReplayScheduler([TaskRecord("a", 1.0, 0.0, 0.0, 1.0, 0), TaskRecord("b", 1.0, 0.0, 0.0, 2.0, 0)])
     replay.dispatch("b", 1.0)
     replay.next()
@@ -108,7 +108,7 @@ def test_a_replay_cannot_go_back():
         ReplayScheduler([TaskRecord("b", 1.0, 0.0, 0.0, 2.0, 0), TaskRecord("a", 1.0, 0.0, 0.0, 1.0, 0)])
 
 
-def test_pictures_show_a_bar_for_each_task_in_the_colour_of_its_staleness(tmp_path):
+def test_gantt_chart_has_a_bar_for_each_task_coloured_by_staleness(tmp_path):
     from matplotlib import pyplot
     from matplotlib.collections import LineCollection, PolyCollection
 
@@ -130,7 +130,7 @@ def test_pictures_show_a_bar_for_each_task_in_the_colour_of_its_staleness(tmp_pa
     assert len(waits.get_segments()) == sum(record.started > record.dispatched for record in records) > 0
 
 
-def test_rows_are_in_order_of_the_numbers_in_names():
+def test_rows_are_sorted_by_the_numbers_in_client_names():
     names = ["pi-10", 12, "pi-2", "a", 3, "2b", "$a_{$"]
     ticks = draw_trace([TaskRecord(name, 1.0, 0.0, 0.0, 1.0, 0) for name in names]).get_yticklabels()
     labels = [label.get_text() for label in ticks]
@@ -157,7 +157,7 @@ HEADER = ",".join(ROW) + "\n"
     ],
 )
 @pytest.mark.usefixtures("as_shipped")
-def test_a_bad_file_is_refused_by_line(tmp_path, name, text, words):
+def test_invalid_file_is_rejected_with_its_line(tmp_path, name, text, words):
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ArgumentError, match=rf"path: .*{name}, {words}"):
@@ -165,7 +165,7 @@ def test_a_bad_file_is_refused_by_line(tmp_path, name, text, words):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_files_that_cannot_be_are_refused(tmp_path):
+def test_missing_and_unwritable_files_are_rejected(tmp_path):
     with pytest.raises(ArgumentError, match=r"path: .* cannot be read"):
         read_trace(tmp_path / "none.csv")
     with pytest.raises(ArgumentError, match=r"path: .* cannot be written"):
@@ -194,6 +194,6 @@ def test_files_that_cannot_be_are_refused(tmp_path):
         ({"staleness": 0.5}, "staleness: expected"),
     ],
 )
-def test_a_bad_record_is_refused_by_field(change, words):
+def test_invalid_record_is_rejected_with_its_field(change, words):
     with pytest.raises(ArgumentError, match=words):
         TaskRecord(**(ROW | change))

@@ -42,7 +42,7 @@ def same(a, b):
     return a.samples == b.samples and all(torch.equal(x, y) for x, y in pairs)
 
 
-def test_a_module_works_as_a_trainer_does_and_stays_as_it_was():
+def test_train_client_equals_the_trainer_and_keeps_the_module():
     model = dropping()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     message = Server.of(model, FedAsync()).dispatch(0).message
@@ -60,7 +60,7 @@ def test_a_module_works_as_a_trainer_does_and_stays_as_it_was():
 
 
 @pytest.mark.parametrize("model", [None, dropping])
-def test_the_payload_does_not_depend_on_the_thread_or_on_what_was_drawn_before(model):
+def test_payload_is_independent_of_threads_and_earlier_random_numbers(model):
     given = [task(federation(model), task_id=TaskId(client, nth)) for client in range(3) for nth in range(2)]
     torch.manual_seed(5)
     expected = [run_task(one) for one in given]
@@ -72,7 +72,7 @@ def test_the_payload_does_not_depend_on_the_thread_or_on_what_was_drawn_before(m
 
 
 @pytest.mark.parametrize("model", [None, dropping])
-def test_torch_is_left_as_it_was(model):
+def test_global_state_of_torch_is_unchanged(model):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     state = torch.random.get_rng_state()
@@ -94,7 +94,7 @@ def test_torch_is_left_as_it_was(model):
         torch.set_num_threads(before)
 
 
-def test_a_trainer_that_draws_after_one_that_does_not_is_seeded_too():
+def test_each_task_seeds_the_global_generator():
     class Draws:
         def train(self, space, message, loss, batches, memory, *, generator):
             return Payload(torch.rand(1, *space.shape), 1)
@@ -105,7 +105,7 @@ def test_a_trainer_that_draws_after_one_that_does_not_is_seeded_too():
     assert torch.equal(*drawn)
 
 
-def test_tensors_lie_as_torch_lays_them_wherever_they_came_from():
+def test_payload_tensors_are_aligned_like_new_tensors():
     apart = torch.zeros(41)[1:]
     tree = {"odd": apart, "whole": torch.ones(8), "turned": draw(0, 3, 4).T, "count": 3}
     settled = align_tensors(tree)

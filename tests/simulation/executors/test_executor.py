@@ -43,7 +43,7 @@ def test_processes_give_the_same_bits(pool, case):
     assert torch.equal(points, others)
 
 
-def test_processes_compute_as_this_one_does(pool):
+def test_processes_use_the_dtype_and_backend_of_the_parent(pool):
     """Whatever torch's default dtype is here."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -54,7 +54,7 @@ def test_processes_compute_as_this_one_does(pool):
         torch.set_default_dtype(before)
 
 
-def test_what_training_raises_in_a_process_is_raised_here(pool):
+def test_exceptions_in_a_process_propagate_to_the_parent(pool):
     of = federation()
     sizes = tuple(len(part) for part in of.train)
     method = Method("fails", FedAsync(0.5), runners.Fails(KeyError("a bug"), sizes))
@@ -63,7 +63,7 @@ def test_what_training_raises_in_a_process_is_raised_here(pool):
     assert "in another process" in raised.value.__notes__[0]
 
 
-def test_a_task_whose_process_was_killed_is_done_again(tmp_path):
+def test_task_of_a_killed_process_is_repeated(tmp_path):
     of = federation()
     size = len(of.train[2])
     expected = run(of, Method("dies", FedAsync(0.5), runners.LOCAL), num_updates=10)
@@ -72,7 +72,7 @@ def test_a_task_whose_process_was_killed_is_done_again(tmp_path):
     assert (tmp_path / "died").exists()
 
 
-def test_a_task_whose_process_was_killed_before_its_result_was_received_is_done_again(tmp_path):
+def test_task_of_a_process_killed_before_receipt_is_repeated(tmp_path):
     """The result is in the pipe, but its block of shared memory went with the process."""
     of, file = runners.wide(300_000), tmp_path / "died"
     given = {"num_updates": 6, "eval_every": 6}
@@ -92,7 +92,7 @@ def test_a_trainer_that_writes_in_place_leaves_the_tensors_of_this_process_uncha
 
 
 @pytest.mark.soak
-def test_a_task_that_kills_every_process_is_told_by_its_client():
+def test_task_that_kills_every_process_raises_an_error_with_its_client():
     of = federation()
     method = Method("dies", FedAsync(0.5), runners.Dies(len(of.train[2])))
     with pytest.raises(ArgumentError, match=r"a task of client 2 failed: 4 consecutive executors .*__main__"):
@@ -156,7 +156,7 @@ def test_an_interrupt_leaves_no_process(asleep):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes as Linux shows them")
-def test_processes_end_with_the_one_that_made_them(asleep):
+def test_processes_end_with_their_parent(asleep):
     process, pids = asleep
     assert len(pids) == 2
     process.kill()

@@ -81,7 +81,7 @@ def test_threads_give_the_same_bits(alone, method):
     "trainer", [runners.WritesIt(), runners.DrawsLater()], ids=lambda trainer: type(trainer).__name__
 )
 @pytest.mark.parametrize("executor", [None, partial(ThreadPoolExecutor, 3), partial(Posted, 0, 2)])
-def test_what_a_task_gets_is_its_own(trainer, executor):
+def test_trainers_that_modify_their_inputs_give_the_same_bits_on_every_executor(trainer, executor):
     method = Method("odd", FedAsync(0.5), trainer)
     seen, others = [], []
     one = run(federation(), method, num_updates=25, on_update=seen.append)
@@ -101,13 +101,13 @@ def test_a_scheduler_that_cannot_be_copied_gives_the_same_run():
     assert runs[0] == runs[1]
 
 
-def test_some_tasks_of_these_runs_diverge_and_start_from_what_the_one_before_left(alone):
+def test_runs_contain_diverging_tasks_and_tasks_with_client_state(alone):
     one, payloads = alone["remembers", "plain"]
     assert one.rejected > 0
     assert max(payload.client_state["count"] for payload in payloads) == 3
 
 
-def test_what_will_be_needed_first_is_sent_first_and_no_more_than_keeps_the_workers_busy():
+def test_tasks_are_sent_in_the_order_of_need_with_a_limit_per_worker():
     of = federation(clients=12)
     keys = [TaskId(client, 0) for client in of.trainable_clients]
     sent = []
@@ -134,7 +134,7 @@ def test_what_will_be_needed_first_is_sent_first_and_no_more_than_keeps_the_work
     executor.shutdown()
 
 
-def test_a_client_that_is_lost_goes_on_from_its_last_answer():
+def test_lost_client_continues_from_its_last_completed_task():
     of = federation()
     trainer = runners.Remembers()
 
@@ -156,7 +156,7 @@ def test_a_client_that_is_lost_goes_on_from_its_last_answer():
         assert told(pool) == told(None) == [1, 1, 2, 3]
 
 
-def test_an_answer_out_of_turn_is_refused():
+def test_result_in_the_wrong_order_is_rejected():
     of = federation()
     with TaskRunner(of, runners.LOCAL) as runner:
         runner.submit(TaskId(0, 0), runners.message(of))
@@ -170,7 +170,7 @@ def test_an_answer_out_of_turn_is_refused():
 
 
 @pytest.mark.parametrize("kind", [Shuffled, Posted])
-def test_what_training_raises_comes_out_as_it_was(kind):
+def test_exceptions_of_training_propagate_unchanged(kind):
     of = federation()
     size = len(of.train[1])
     error = DivergenceError("the loss is nan")
@@ -189,7 +189,7 @@ def test_what_training_raises_comes_out_as_it_was(kind):
     executor.shutdown()
 
 
-def test_a_task_that_is_normalised_is_the_same_data_with_any_number_of_threads():
+def test_normalised_data_set_is_independent_of_the_number_of_threads():
     before = torch.get_num_threads()
     made = []
     try:
@@ -202,7 +202,7 @@ def test_a_task_that_is_normalised_is_the_same_data_with_any_number_of_threads()
     assert all(torch.equal(one.inputs, made[0].inputs) for one in made)
 
 
-def test_an_executor_that_breaks_is_made_again_and_the_bits_are_the_same(alone):
+def test_broken_executor_is_replaced_with_equal_bits(alone):
     made = []
 
     def make():
@@ -216,7 +216,7 @@ def test_an_executor_that_breaks_is_made_again_and_the_bits_are_the_same(alone):
     assert not any(executor._thread.is_alive() for executor in made)
 
 
-def test_a_task_that_breaks_every_executor_is_told_by_its_client():
+def test_task_that_breaks_every_executor_raises_an_error_with_its_client():
     made = []
 
     def make():
@@ -228,7 +228,7 @@ def test_a_task_that_breaks_every_executor_is_told_by_its_client():
     assert not any(executor._thread.is_alive() for executor in made)
 
 
-def test_a_given_executor_that_breaks_is_an_error_at_once():
+def test_broken_executor_that_cannot_be_replaced_raises_an_error():
     executor = Breaks(0, lambda key: key.client == 2)
     with pytest.raises(
         ArgumentError,
@@ -251,12 +251,12 @@ def test_an_executor_that_was_shut_down_is_an_error():
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("executor", [3, "2", ThreadPoolExecutor, lambda: 3])
-def test_what_is_no_executor_is_refused(executor):
+def test_invalid_executors_are_rejected(executor):
     with pytest.raises(ArgumentError, match="executor: expected"):
         trained("fedasync", "plain", executor)
 
 
-def test_an_executor_that_is_given_is_relieved_of_what_nobody_needs(tmp_path):
+def test_pending_tasks_of_a_given_executor_are_cancelled(tmp_path):
     of = federation()
     gate = threading.Event()
     with ThreadPoolExecutor(1) as pool:

@@ -36,7 +36,7 @@ def transmitted(value, copies=False, dumps=pickle.dumps):
     dtype=st.sampled_from(DTYPES),
     copies=st.booleans(),
 )
-def test_every_tensor_arrives_with_the_same_bits(dumps, shapes, dtype, copies):
+def test_tensors_arrive_with_equal_bits(dumps, shapes, dtype, copies):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(task_transport, "MIN_SHARED_BYTES", 0)
         tensors = [torch.randn(shape).to(dtype) for shape in shapes]
@@ -50,14 +50,14 @@ def test_every_tensor_arrives_with_the_same_bits(dumps, shapes, dtype, copies):
         assert not copies or other.untyped_storage().nbytes() == other.nbytes
 
 
-def test_equal_objects_stay_one_object():
+def test_identical_objects_stay_identical():
     tensor = torch.ones(3)
     one, other = transmitted([tensor, tensor])
     assert one is other
     assert isinstance(transmitted(torch.nn.Parameter(tensor)), torch.nn.Parameter)
 
 
-def test_the_tensors_of_the_sender_stay_in_its_own_memory(monkeypatch):
+def test_sender_tensors_do_not_move_to_shared_memory(monkeypatch):
     """A tensor in shared memory could be written by the receiver."""
     monkeypatch.setattr(task_transport, "MIN_SHARED_BYTES", 0)
     tensor = torch.ones(1000)
