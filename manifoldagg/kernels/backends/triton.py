@@ -188,10 +188,12 @@ def combine(
 
 
 def _device() -> str:
+    """Return the device type that the backend supports: `"cpu"` in Triton's interpreter, and `"cuda"` otherwise."""
     return "cuda" if isinstance(_block_products_kernel, triton.JITFunction) else "cpu"
 
 
 def _supports(rows: Operands, operands: Sequence[Operand]) -> bool:
+    """Return whether the kernels can read these operands: on the supported device, each with one supported dtype."""
     if rows.device.type != _device():
         return False
     found = [{line.dtype} if isinstance(line, Tensor) else line.dtypes for line in operands]
@@ -199,6 +201,7 @@ def _supports(rows: Operands, operands: Sequence[Operand]) -> bool:
 
 
 def _constexprs(operands: LaunchOperands) -> dict[str, Any]:
+    """Return the compile-time constants of a launch."""
     kinds = {
         torch.float64: tl.float64,
         torch.float32: tl.float32,
