@@ -181,8 +181,10 @@ class AmbientSpace:
             total = combine_stacks(coefficients, [self._piece(row, i) for row in rows], space.m)
             # `inverse_retract` projects the difference of the combination and the point to tangents.
             tangent = space._inverse_retract(base, total)
+            # An inner product of a small tangent can be negative by rounding.
             tangent_norms += space._inner(base, tangent, tangent).clamp(min=0).sqrt().flatten().tolist()
             norms += JointBasis.of([total], space.m).gram(torch.ones(1, 1)).clamp(min=0).sqrt().flatten().tolist()
+        # `hypot` scales its arguments, so their squares neither overflow nor underflow.
         return math.hypot(*tangent_norms), math.hypot(*norms)
 
     def check(self, name: str, row: Any, like: Tensor) -> Row:
@@ -227,15 +229,18 @@ class AmbientSpace:
         return [i for i, leaf in enumerate(self.leaves) if not leaf.space.flat]
 
     def _size(self, i: int) -> int:
+        """Return the number of entries of leaf i in a point."""
         return len(range(*self.leaves[i].part.indices(sys.maxsize)))
 
     def _piece(self, row: Row, i: int) -> Tensor:
+        """Return leaf i of a row, which is a point or a tuple with one tensor for each leaf."""
         if isinstance(row, tuple):
             return row[i]
         leaf = self.leaves[i]
         return row.reshape(-1)[leaf.part].view(leaf.space.shape)
 
     def _leaf_coefficients(self, i: int, coefficients: LeafCoefficients) -> Sequence[float]:
+        """Return the k coefficients of leaf i. All leaves can share one list of coefficients."""
         first = coefficients[0] if len(coefficients) else 0.0
         return coefficients[i] if isinstance(first, list | tuple) else coefficients
 
@@ -265,12 +270,15 @@ class AmbientSpace:
         minuends, subtrahends = self._flat_rows(rows, minus)
         start = None if base is None else self._flat_rows([base], [])[0][0]
         like = minuends[0] if start is None else start
+        # The kernels write to contiguous memory. Another target would need a temporary copy.
         out = TensorList([torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in like])
         table = [list(self._leaf_coefficients(i, coefficients)) for i in flat]
         result = combine(start, minuends, table, minus=subtrahends, segments=[self._size(i) for i in flat], out=out)
         return dict(zip(flat, result, strict=True))
 
     def _low_rank_gram(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
+        # The copies of a power are separate matrices, so their inner products are added.
+        """Compute the inner products (k, k) of rows at the low-rank leaf i."""
         joint, combinations = self._joint(i, rows, minus)
         return joint.gram(combinations).reshape(-1, len(rows), len(rows)).sum(0).cpu()
 
@@ -296,6 +304,10 @@ class AmbientSpace:
     def _weighted_stacks(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[list[Tensor], list[float]]:
+        """Return stacks and weights whose combination is leaf i of a linear combination of rows.
+
+        `TangentSpace` overrides this method to return tangents.
+        """
         return self._distinct_stacks(i, rows, minus, coefficients)
 
     def _distinct_stacks(
@@ -353,15 +365,18 @@ class AmbientSpace:
 
     def _is_unchanged(self, i: int, start: Tensor, stacks: list[Tensor], weights: list[float]) -> bool:
         # The base may have cancelled out of the combination, so its stack is added again for the comparison.
+        """Return whether a combination of stacks equals the start of leaf i up to rounding."""
         all_stacks = [*stacks]
         start_index = _index_or_append(all_stacks, start)
         joint, cores = self._basis(i, all_stacks)
         combinations = torch.zeros(2, len(joint.cores), dtype=torch.float64)
+        # If the start was appended, `cores` has one entry more than `weights`.
         for core, weight in zip(cores, weights, strict=False):
             combinations[0, core] = weight
         combinations[0, cores[start_index]] -= 1.0
         combinations[1, cores[start_index]] = 1.0
-        # The squared norms of the change and of the start, from the same cores.
+        # The squared norms of the change and of the start come from the same cores. The change is combined before it is
+        # squared, so it does not cancel.
         step, square = joint.gram(combinations).reshape(-1, 2, 2).sum(0).diagonal().tolist()
         return bool(step <= (UNCHANGED_ROUNDINGS * torch.finfo(torch.float64).eps) ** 2 * square)
 
@@ -383,6 +398,7 @@ class AmbientSpace:
         return svd.without_rounding(joint.rounding(combination, svd)) if drops_rounding else svd
 
     def _record_truncations(self, key: str, truncations: Iterable[TruncatedSVD]) -> None:
+        """Add the errors of truncations to an entry of `diagnostics`, and count ties of singular values."""
         errors = []
         for svd in truncations:
             errors += svd.error.flatten().tolist()
@@ -404,6 +420,7 @@ def copied_space(space: Any) -> Any:
 
 def _index_of(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
     """Return the index of a stored stack with the same factors, or `None`. Identical stacks cancel exactly."""
+    # Equal shapes are a cheap necessary condition. `torch.equal` reads both stacks.
     for index, other in enumerate(stacks):
         if other is stack or (other.shape == stack.shape and other.dtype == stack.dtype and torch.equal(other, stack)):
             return index
@@ -411,6 +428,7 @@ def _index_of(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
 
 
 def _index_or_append(stacks: list[Tensor], stack: Tensor) -> int:
+    """Return the index of a stack with the same factors. If there is none, append the stack first."""
     index = _index_of(stacks, stack)
     if index is None:
         index = len(stacks)

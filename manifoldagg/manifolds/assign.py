@@ -52,6 +52,7 @@ def assign_manifolds(
     for leaf in layout.leaves:
         names = [leaf.name, *(alias for alias, name in layout.aliases if name == leaf.name)]
         # An exact name has precedence over every pattern, and an earlier pattern over a later one.
+        # `fnmatchcase` is used because `fnmatch` ignores the case of names on Windows.
         patterns = [name for name in names if name in given]
         patterns += [p for p in given if p not in patterns and any(fnmatch.fnmatchcase(name, p) for name in names)]
         matched |= set(patterns)

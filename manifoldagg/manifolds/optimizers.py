@@ -56,6 +56,7 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
         return value
 
     def _update_parameter(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Move a point against the direction of the step, project the result, and transport the momentum to it."""
         direction = self._direction(x, gradient, group)
         rate = group["lr"]
         momentum = self.state[x].get("momentum")
@@ -73,6 +74,7 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
         x.copy_(y)
 
     def _direction(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        """Update the state of the optimiser with a gradient, and return the direction against which the point moves."""
         raise NotImplementedError
 
 
@@ -199,6 +201,7 @@ class RiemannianAdam(_RiemannianOptimizer):
     def _direction(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         first, second = group["betas"]
         state = self.state[x]
+        # An empty state marks the first step of a parameter.
         if not state:
             state |= {"step": 0, "momentum": torch.zeros_like(x), "square": {}, "largest": {}}
         state["step"] += 1
@@ -215,6 +218,7 @@ class RiemannianAdam(_RiemannianOptimizer):
             mean.mul_(second).add_(square, alpha=1 - second)
             if group["amsgrad"]:
                 largest = state["largest"].setdefault(leaf.name, torch.zeros_like(square))
+                # `out` updates the stored maximum in place, so `mean` is the maximum from here on.
                 mean = torch.maximum(largest, mean, out=largest)
             scale = mean.sqrt() / second_correction + group["eps"]
             part.div_(scale if flat else scale[(..., *(None for _ in leaf.space.shape))])

@@ -417,6 +417,7 @@ class ParameterSpace(Delegate):
         if self.adapters is None:
             return self.layout
         check_tensors(self.entries, state, prefix)
+        # Names are escaped, because characters such as "[" have a meaning in patterns.
         return Layout.of_state_dict(state, [glob.escape(entry.name) for entry in self.layout.buffers])
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -516,6 +517,7 @@ class ParameterSpace(Delegate):
     def _read_points(
         self, models: Mapping[str, Mapping[str, Tensor]], device: torch.device | None = None, validate: bool = True
     ) -> list[Tensor]:
+        """Return the points of models whose adapters are already stacked, after optional checks of their manifolds."""
         points = self.layout.read_points(models, device)
         for label, tensors in models.items():
             for name, space in self.manifolds if validate else ():
@@ -526,19 +528,29 @@ class ParameterSpace(Delegate):
         return points
 
     def _state_dict(self, point: Tensor, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the state dict at a point that is already checked."""
         views = self._views(point)
+        # Leaves in the dtype of the point are views of it, so they are copied.
         leaves = [clone(views[leaf.name]) for leaf in self.layout.leaves]
         return self._split_factors(
             self.layout.to_state_dict(leaves, {name: x.detach().clone() for name, x in buffers.items()})
         )
 
     def _split_factors(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert stacked adapters back to pairs of factors, if the space has adapters."""
         return stacked if self.adapters is None else self.adapters.split(stacked)
 
     def _views(self, point: Tensor) -> dict[str, Tensor]:
+        """Return the leaves at a point, in their dtypes.
+
+        Raises:
+            ArgumentError: if a rounded leaf is not on its manifold.
+            StateDictError: if the dtype of a leaf overflows.
+        """
         views = self.layout.views(point.detach())
         for name, space in self.manifolds:
             leaf = views[name]
+            # Rounding a leaf to its dtype moves it off its manifold by about the machine epsilon of this dtype.
             check_point(space, leaf.to(point.dtype), name=name, tolerance=torch.finfo(leaf.dtype).eps ** 0.5)
         for name, view in views.items():
             # A finite float32 value can overflow in fp16.
@@ -559,4 +571,5 @@ def check_unscaled(scaling: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _flat_space(layout: Layout, buffer_policies: tuple[tuple[str, str], ...]) -> ParameterSpace:
+    """Return the space of a layout without manifolds. A server requests the same space in every round."""
     return ParameterSpace(layout, buffer_policies=buffer_policies)

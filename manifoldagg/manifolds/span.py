@@ -83,6 +83,7 @@ class Span:
         found = Span(rows, start, tuple(lengths), allowed, allowed.new_zeros(0, len(rows), len(rows)))
         if found.is_flat:
             return found
+        # One pass over the points computes all inner products that the iteration needs.
         inner = gram(found.plus, minus=found.minus, segments=lengths)
         # If the square of a flat segment overflows, the general algorithm computes the mean.
         if not bool(inner.isfinite().all()):

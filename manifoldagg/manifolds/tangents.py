@@ -100,11 +100,13 @@ class TangentSpace(AmbientSpace):
         return [torch.cat([first, second], -1)], [1.0]
 
     def _base_leaf(self, i: int) -> Tensor:
+        """Return leaf i of the base point, in float64."""
         return self._piece(self.base_point, i).double()
 
     def _combine_tangents(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> Tensor:
+        """Compute a linear combination of the tangents that belong to rows at leaf i."""
         weights = torch.tensor([float(c) for c in coefficients], dtype=torch.float64)
         u = self._tangents(i, rows, minus)
         # Rows with the coefficient 0 are excluded, because 0 * inf is NaN.
@@ -113,6 +115,7 @@ class TangentSpace(AmbientSpace):
         return tangent
 
     def _tangents(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
+        """Return the tangents (k, *batch, m + n, rank) at leaf i that belong to k rows with subtrahends."""
         space = copied_space(self.leaves[i].space)
         x = self._base_leaf(i)
         # Rows often share a subtrahend, whose tangent is computed once.
