@@ -78,6 +78,7 @@ class GradientSurgery(Correction):
                     continue
                 # The inner product of the row j with the displacement as it is now, after the projections so far.
                 along = line[: n + 1] @ inner[: n + 1, j]
+                # The projection uses the original row j, not its corrected form, as in Algorithm 1 of the paper.
                 if along < 0:
                     line[j] = line[j] - along / inner[j, j]
         return matrix, state
