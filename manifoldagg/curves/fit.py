@@ -65,6 +65,7 @@ class Training:
             )
         check_number("rate", self.rate, above=0)
         check_proximal(self.proximal)
+        # A class also has the method of the protocol, so it would pass the second test.
         given = self.sharpness
         if given is not None and (isinstance(given, type) or not isinstance(given, Sharpness)):
             raise ArgumentError(f"sharpness: expected SAM, ASAM or None, got {short_repr(given)}")
@@ -271,6 +272,7 @@ def fit(
     learner.refresh()
     if not is_finite(points):
         raise DivergenceError("phi: expected finite control points, got NaN or infinity although all losses are finite")
+    # The result and the state must not share memory, because a caller may modify the result.
     state = {
         "phi": points.clone(),
         "shift": None if learner.shift is None else learner.shift.detach().clone(),
@@ -296,6 +298,11 @@ class _Objective:
     volume: float
 
     def at(self, theta: Tensor, batch: Any, step: int) -> tuple[float, Tensor]:
+        """Compute the loss at the point `theta`, and the derivative of the loss and the proximal term.
+
+        Raises:
+            DivergenceError: if the loss is not finite. On a curved space, also if the derivative is not finite.
+        """
         space = self.curve.space
         value, slope = sharpness_aware_gradient(space, self.loss, theta, batch, self.training.sharpness)
         if not torch.isfinite(value):
@@ -314,6 +321,7 @@ class _Objective:
         """Compute the weighted mean of the losses at several coordinates, and its derivative with respect to `phi`."""
         mean = 0.0
         total = torch.zeros(())
+        # One coordinate after another is evaluated, so only one model and its activations are in memory.
         for k, (weight, x) in enumerate(coordinates):
             value, slope = self.at(self.curve(phi, x), batch, step)
             # A weight of 1 needs no copy of the gradient.
@@ -324,6 +332,11 @@ class _Objective:
 
 
 def _log_volume_gradient(embedding: Any, phi: Tensor) -> Tensor:
+    """Compute the derivative of the log-volume of an embedding with respect to its control points.
+
+    Raises:
+        ArgumentError: if the log-volume is not finite.
+    """
     with torch.enable_grad():
         leaf = phi.detach().requires_grad_()
         value = embedding.log_volume(leaf)
@@ -339,6 +352,11 @@ def _restore(
     state: Mapping[str, Any], learner: FreePoints, optimizer: torch.optim.Optimizer, generator: torch.Generator | None
 ) -> None:
     # `load_state_dict` keeps references to the tensors, which the fit would modify in the caller's state.
+    """Restore the optimiser, the displacements and the generator from the state of an earlier fit.
+
+    Raises:
+        ArgumentError: if the state belongs to a fit with other arguments.
+    """
     saved = copy.deepcopy(state["optimizer"])
     try:
         if (state["shift"] is None) != (learner.shift is None):

@@ -163,7 +163,7 @@ def plane(
         raise ArgumentError("phi: expected points that span a plane, got equal ends or control points on one line")
     low, high = control.aminmax(dim=0)
     extent = high - low
-    # The second term widens a flat box to the minimum aspect ratio.
+    # The first term is equal for both axes. The second term widens a flat box to the minimum aspect ratio.
     border = margin * extent.max() + (MIN_ASPECT_RATIO * extent.max() - extent).clamp(min=0) / 2
     x, y, values = view.grid(function, phi.dtype, low - border, high + border, resolution)
     t = torch.linspace(0, 1, PATH_SAMPLES, dtype=torch.float64, device=phi.device)
@@ -202,6 +202,7 @@ class View:
         center = points[0]
         centers = center.expand_as(points)
         logs = space._log(centers, points)
+        # The tolerance is relative to the size of the curve, so the result does not depend on the unit of length.
         lengths = norm(space, centers, logs)
         tolerance = RANK_TOLERANCE * lengths.max()
         # A closed curve has no chord. Its first axis points to the farthest point instead.

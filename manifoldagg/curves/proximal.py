@@ -41,6 +41,7 @@ def check_proximal(proximal: float | ProximalTerm) -> None:
     Raises:
         ArgumentError: if `proximal` is neither.
     """
+    # A class has the method of the protocol too, so `isinstance` alone would accept a class in place of an object.
     if isinstance(proximal, type) or not isinstance(proximal, int | float | ProximalTerm):
         raise ArgumentError(
             f"proximal: expected a number >= 0 or an object with `gradient`, got {short_repr(proximal)}"

@@ -89,6 +89,7 @@ class Sampling:
         if self.kind == "length":
             device = None if generator is None else generator.device
             fractions = torch.rand(self.samples, generator=generator, dtype=torch.float64, device=device)
+            # A uniform fraction of the length gives a point that is uniform on the curve.
             parameters = embedding.parameter_at_length(phi, fractions)  # type: ignore[attr-defined]  # a curve
             yield from ((1 / self.samples, t) for t in parameters.tolist())
             return
