@@ -262,8 +262,7 @@ class Complex(Hull):
         return self.log_volumes(phi.detach()).softmax(0).nan_to_num(0.0)
 
     def _check_equal_dimensions(self) -> None:
-        """Raise an `ArgumentError` if the faces have different dimensions, so that their volumes have different units.
-        """
+        """Raise an `ArgumentError` if the faces have different dimensions, because their volumes cannot be added."""
         sizes = sorted({len(face) - 1 for face in self.faces})
         if len(sizes) > 1:
             raise ArgumentError(f"faces: expected faces of one dimension, whose volumes add up, got dimensions {sizes}")

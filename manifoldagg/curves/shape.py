@@ -202,8 +202,7 @@ def unit(v: Float64[Tensor, "*b k"]) -> Float64[Tensor, "*b k"]:
 
 
 def _gram(a: Tensor, b: Tensor) -> list[float]:
-    """Compute the Bernstein coefficients of the inner product of two Bézier curves with the control points `a` and `b`.
-    """
+    """Compute the Bernstein coefficients of the inner product of two curves with the control points `a` and `b`."""
     coefficients: list[float] = product_coefficients((a @ b.mT).tolist())
     return coefficients
 
