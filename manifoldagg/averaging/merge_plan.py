@@ -114,6 +114,7 @@ class Part:
         width = CELL_SIZE
         if isinstance(self.space, Power):
             inner = math.prod(self.space.space.shape)
+            # A range must contain whole copies of the manifold.
             width = max(CURVED_SIZE // max(inner, 1), 1) * inner
         elif self.kind in ("factors", "manifold"):
             width = max(self.size, 1)
@@ -275,6 +276,7 @@ class MergePlan:
             start = time.perf_counter()
             with open(sample, "xb") as file:
                 file.write(bytes(count))
+                # Without `fsync`, only the speed of the page cache would be measured.
                 file.flush()
                 os.fsync(file.fileno())
             write_speed = count / max(time.perf_counter() - start, 1e-9)
@@ -327,6 +329,7 @@ def plan_merge(
     place, is_folder = _check_out(out, opened)
     entries = {entry.name: entry for part in parts for entry in result_entries(part)}
     shards = divide_into_shards(opened[0], entries, None if is_folder else place.name, shard_size)
+    # The fingerprint contains everything that determines the bytes of the result.
     tree = {
         "version": 1,
         "method": [method, scope, t, mean.weights.tolist()],
