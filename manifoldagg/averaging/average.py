@@ -199,6 +199,7 @@ def average(
     shares = check_weights(weights, len(named))
     space = _parameter_space(first, manifolds)
     layout = space.layout
+    # All checks precede the first write, so an error leaves `out` unchanged.
     target = None if out is None else open_for_write(layout, out, first)
     rows = _tensor_lists(layout, named, tensors)
     copied = _copied_entries(layout, named, int(shares.argmax()))
@@ -282,6 +283,7 @@ def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) 
     factor = find_first_factor(first)
     if factor is not None:
         message = f"models[0]: {factor}: factors of adapters are averaged separately"
+        # The stack contains this function, `average`, the wrapper of `no_grad`, and the caller.
         warnings.warn(f"{message}; average_adapters averages their products", UserWarning, stacklevel=4)
     return space
 

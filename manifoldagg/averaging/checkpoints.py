@@ -94,6 +94,7 @@ class FilePool:
         """Return the mapped file of a path. If necessary, map the file first."""
         with self._lock:  # A second thread reads ahead.
             if path not in self._files:
+                # The files are in the order of their last use. Tensors in use keep the memory of a removed file alive.
                 while len(self._files) >= MAX_OPEN_FILES:
                     self._files.popitem(last=False)
                 self._files[path] = MappedFile(path)
@@ -368,6 +369,7 @@ def _read_header(path: Path) -> tuple[dict[str, str], list[TensorEntry], list[An
         raise CheckpointError(f"{path}: is not a safetensors file: {error}") from None
     if (end := entries[-1].begin + entries[-1].num_bytes if entries else 8 + length) != status.st_size:
         raise CheckpointError(f"{path}: is not complete: it has {status.st_size} bytes, expected {end}")
+    # Size, time and header detect a change without reading the tensors.
     stamp = [str(path.resolve()), status.st_size, status.st_mtime_ns, zlib.crc32(header)]
     return metadata, entries, stamp
 

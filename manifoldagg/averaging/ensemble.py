@@ -172,6 +172,7 @@ def ensemble(
                 )
             args, options = ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
             total = None
+            # The parameters of a member are recomputed for each batch, so only one member is in memory.
             for i, accumulator in enumerate(accumulators):
                 tensors = buffers[i] | space.layout.views(point(i).detach())
                 logits = torch.func.functional_call(model, tensors, args, options)

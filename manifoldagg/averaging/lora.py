@@ -185,6 +185,7 @@ def average_adapters(
         others = f" and at {len(tied) - 1} more" if tied[1:] else ""
         message = f"two singular values are equal at {name}{others}, so the nearest matrix of rank {size} is not unique"
         warnings.warn(f"adapters: {message}", UserWarning, stacklevel=2)
+    # Pairs, biases and other tensors were averaged separately. The result has the order of the first adapter.
     adapter = {name: result[name] for name in states[0]}
     if not return_info:
         return adapter

@@ -355,6 +355,7 @@ def _parts(
     names, shapes, dtypes = zip(*entries, strict=True) if entries else ((), (), ())
     layout = layout_of(ModelSignature(names, shapes, dtypes, ()))
     spaces = dict(assign_manifolds(layout, manifolds))
+    # Tensors without a meaningful direction, such as statistics, get the arithmetic mean with the same weights.
     barycentric = MeanMethod("arithmetic", mean.barycentric)
     labels = tuple(model.label for model in models)
     parts = []
@@ -386,6 +387,7 @@ def _check_out(out: str | os.PathLike[str], models: Sequence[CheckpointFiles]) -
     """Return the absolute path of the result, and whether it is a folder."""
     if not isinstance(out, str | os.PathLike):
         raise ArgumentError(f"out: expected the path of a file or folder for models in files, got {short_repr(out)}")
+    # Symbolic links are resolved, so that a link to an input is recognised as this input.
     place = Path(os.path.realpath(out))
     if not place.parent.is_dir():
         raise ArgumentError(f"out: expected a path in an existing folder, got {short_repr(str(out))}")

@@ -230,6 +230,7 @@ def fit_subspace(
 def _fit_on_flat_space(models: Tensor, embedding: Embedding, start: Tensor | None, options: FitOptions) -> Subspace:
     """Fit an embedding in the span of the models, and convert the result back to models."""
     rows = list(models.flatten(1))
+    # The start must be in the same coordinates as the points, so its control points are appended to the rows.
     if start is not None:
         rows += check_versions(embedding.space, start.to(models), "start")
         rows = [row.flatten() for row in rows]
@@ -250,6 +251,7 @@ def _fit_on_flat_space(models: Tensor, embedding: Embedding, start: Tensor | Non
         return torch.stack(results).reshape(len(results), *models.shape[1:])
 
     phi = from_coordinates(shares, models.dtype, rows[0])
+    # The principal axes of the points span the plane of the plot. If the points span fewer dimensions, an axis is 0.
     middle = data.mean(0)
     axes = torch.linalg.svd(data - middle, full_matrices=False).Vh[:2]
     axes = torch.cat([axes, axes.new_zeros(2 - len(axes), axes.shape[1])])

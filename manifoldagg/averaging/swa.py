@@ -413,6 +413,7 @@ class SWA:
             out = empty_like(mean) if spare is None else spare
             update_mean(mean.view(-1), model.reshape(-1), count, out=out.view(-1))
             return out
+        # On a flat space, the fraction 1 / n gives all n models the same weight.
         between = geodesic(self.space, mean, self._to_float64(model), 1.0 / count)
         try:
             return self._to_float64(check_model(self.space, between, "average"))

@@ -59,6 +59,7 @@ class Corrected:
 
     def row_coefficients(self, weights: Any) -> Matrix:
         r"""Compute $\sum_i w_i C_{ij}$: the coefficients of a weighted sum of the corrected rows, (k,) or (S, k)."""
+        # An object array can contain torch numbers with derivatives and symbolic numbers.
         line: Matrix = np.asarray(weights, dtype=object) @ self.coefficients
         return line
 

@@ -161,6 +161,7 @@ class DelayCompensated(Correction):
         frame.require_flat("DelayCompensated, an elementwise product,")
         n = frame.num_displacements
         if needs_autograd_path([tensor for row in (*frame.rows, *frame.minus) for tensor in _row_tensors(row)]):
+            # Writing chunks into one vector is not differentiable, so tracked rows are formed as a whole.
             rows = self._products(frame, state)
         else:
             # The products are formed chunk by chunk, so that the float64 copies of v and g stay in the cache.

@@ -225,7 +225,7 @@ def span_coefficients(inner: Any, products: Any, *, tolerance: float = RANK_TOLE
 
 
 def _at_most(a: Any, b: Any) -> bool:
-    """Return whether a ≤ b, or `False` if the numbers cannot be compared."""
+    """Return whether a ≤ b. Symbolic numbers cannot be compared, and the result for them is `False`."""
     try:
         return bool(a <= b)
     except TypeError:

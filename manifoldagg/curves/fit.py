@@ -258,6 +258,7 @@ def fit(
             learner.set_gradients(slope)
         losses.append(value)
         optimizer.step()
+        # This sets the gradients to `None`, so the optimiser skips points that the next step does not train.
         optimizer.zero_grad()
         schedule.record(value)
         if phase == 0 and phases.watch is not None:

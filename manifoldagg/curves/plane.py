@@ -242,6 +242,7 @@ class View:
 
         def value(a: float, b: float) -> float:
             point = self.space._exp(self.center, a * self.axes[0] + b * self.axes[1])
+            # The function gets the dtype of the models, because a loss may not accept float64.
             return function(point.to(dtype))
 
         # Rows belong to y and columns to x, as matplotlib expects.

@@ -100,6 +100,7 @@ class AmbientSpace:
             products = dict(zip(flat, gram(vectors[0], minus=vectors[1], segments=lengths), strict=True))
         for i in self._low_rank_leaves:
             products[i] = self._low_rank_gram(i, rows, subtrahends)
+        # Flat and low-rank leaves were computed separately, so they are brought back to the order of the leaves.
         parts = torch.stack([products[i] for i in range(len(self.leaves))])
         return parts if segments is not None else parts.sum(0, keepdim=True)
 

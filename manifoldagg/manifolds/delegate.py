@@ -53,9 +53,12 @@ class Delegate(Composite):
         return self.base_space.shape
 
     def _missing(self, formula: str, *arguments: Any) -> Tensor:
+        # `Manifold` calls this method for every formula that a class does not define, so all formulas are delegated
+        # here.
         value: Tensor = getattr(self.base_space, f"_{formula}")(*arguments)
         return value
 
+    # `Manifold` has defaults for the next two formulas, so it does not call `_missing` for them.
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
         return self.base_space._gradient(x, derivative)
 

@@ -347,6 +347,7 @@ class Layout:
             return row
         contiguous = all(map(Tensor.is_contiguous, row))
         row.__dict__.update(self._list_attributes, device=device, devices=devices, is_contiguous=contiguous)
+        # The check for freed memory has already read the addresses, so the kernels need not read them again.
         if addresses:
             row.__dict__["addresses"] = addresses[: len(row)]
         return row
@@ -370,6 +371,7 @@ class Layout:
 
     def views(self, point: Tensor) -> dict[str, Tensor]:
         """Return each leaf under all its names, in its shape and dtype. Leaves in the dtype of `point` are views."""
+        # `to` returns the view itself if the dtype is the same.
         pieces = point.split(self.sizes)
         views = {
             leaf.name: piece.view(leaf.shape).to(leaf.dtype) for leaf, piece in zip(self.leaves, pieces, strict=True)

@@ -167,6 +167,7 @@ def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: f
     lengths = []
     k = weights.shape[-1]
     groups = points.reshape(-1, k, *points.shape[weights.ndim :]).double()
+    # The kernels need coefficients as numbers, so the means of a batch are computed one after another.
     for rows, w in zip(groups, weights.reshape(-1, k).tolist(), strict=True):
         start = rows[w.index(max(w))]
         ambient = AmbientSpace.of(space, start)

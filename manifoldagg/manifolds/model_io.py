@@ -95,6 +95,8 @@ def open_for_write(layout: Layout, out: Model, current: Mapping[str, Tensor]) ->
         for name, tensor in target.items():
             if tensor.device != current[name].device:
                 raise ArgumentError(f"out: {name}: expected device {current[name].device}, got {tensor.device}")
+    # These tests of all tensors are fast. `_check_writable` finds the invalid tensor. It accepts an empty tensor, which
+    # also has a null data pointer.
     predicates = (Tensor.is_inference, Tensor.is_conj, Tensor.is_neg)
     if any(any(map(is_set, target.values())) for is_set in predicates) or not all(
         map(Tensor.data_ptr, target.values())

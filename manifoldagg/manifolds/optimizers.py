@@ -71,6 +71,7 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
             y = self.space._project(y)
         if momentum is not None:
             momentum.copy_(transport_momentum(self.space, x, y, momentum))
+        # The parameter must remain the same tensor, because the model and the optimiser refer to it.
         x.copy_(y)
 
     def _direction(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
@@ -210,7 +211,7 @@ class RiemannianAdam(_RiemannianOptimizer):
         # The root of the correction is applied to the root of the mean, in the same order as in torch.optim.Adam.
         second_correction = (1 - second ** state["step"]) ** 0.5
         direction: Tensor = (state["momentum"] / first_correction).contiguous()
-        # The parts are views of `direction` and are scaled in place.
+        # The parts are views of `direction` and are scaled in place. The state has one second moment for each leaf.
         for leaf, (point, slope, part) in factor_parts(self.space, x, gradient, direction):
             flat = leaf.space.flat
             square = slope.square() if flat else leaf.space._inner(point, slope, slope)

@@ -127,7 +127,8 @@ class ParameterSpace(Delegate):
         own = personal_names(layout, personal)
         layout = without_entries(layout, own)
         curved = assign_manifolds(layout, manifolds, without_names(declared_manifolds(model), own))
-        # A frozen parameter must not move towards the values of clients.
+        # A frozen parameter must not move towards the values of clients. All names of a tied parameter are listed,
+        # because each of them can be the name of an entry.
         frozen = {name: "leave" for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         named = frozen | dict(named_policies(layout.buffers, check_buffer_policy(buffer_policy)))
         policies = tuple((entry.name, named[entry.name]) for entry in layout.buffers if entry.name in named)
@@ -202,6 +203,7 @@ class ParameterSpace(Delegate):
             if [*personal]:
                 raise ArgumentError(f"personal: expected () with adapters=True, got {short_repr(personal)}")
             pairs = Adapters.of(tensors_of(tensors), scaling)
+            # The layout depends only on shapes and dtypes, so the stacks need no values.
             tensors = pairs.empty_stacked(tensors)
         layout = Layout.of_state_dict(tensors, tuple(policy), dtype)
         own = personal_names(layout, personal)
@@ -321,6 +323,7 @@ class ParameterSpace(Delegate):
             StateDictError: if the dtype of a leaf overflows. The message contains its name.
             ArgumentError: if a leaf is not on its manifold. The message contains its name.
         """
+        # The conversion to the dtypes of the leaves includes all checks.
         self._views(point)
 
     def point(

@@ -140,6 +140,7 @@ class TangentSpace(AmbientSpace):
 def _is_smooth(space: LowRank, x: Tensor) -> bool:
     """Return whether the matrix of every copy has the full rank of the space, up to rounding."""
     # The small core has the singular values of the matrix, so the matrix itself is not formed.
+    # The tolerance has the form of numpy.linalg.matrix_rank, with the dtype in which the point is stored.
     values = torch.linalg.svdvals(JointBasis.of([x], space.m).cores[0])
     least = max(space.m, space.n) * torch.finfo(x.dtype).eps * values[..., :1]
     return bool((values[..., space.rank - 1 :] > least).all())

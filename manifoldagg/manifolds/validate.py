@@ -158,6 +158,7 @@ class Validated(Delegate):
         for name, tangent in (tangents or {}).items():
             check_tangent(self.space, points["x"], tangent, name=name, tolerance=self.tolerance)
         if {"x", "y"} <= points.keys() and "log" in self.capabilities:
+            # The formula is called, because the public method `log` would run these checks again.
             check_injectivity_radius(self.space, points["x"], self._log(points["x"], points["y"]))
 
 

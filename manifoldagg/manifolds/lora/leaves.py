@@ -226,10 +226,12 @@ class Adapters:
 
     @property
     def spaces(self) -> dict[str, LowRank]:
+        """The manifold of each leaf by name."""
         return {pair.leaf.name: pair.space for pair in self.factors}
 
     @cached_property
     def _factors_by_leaf(self) -> dict[str, FactorEntries]:
+        """The pairs of entries by the name of their leaf."""
         return {pair.leaf.name: pair for pair in self.factors}
 
     def entries(self, stacked: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -282,6 +284,7 @@ class Adapters:
             StateDictError: if a tensor is missing or does not match. The message contains its name.
             ArgumentError: if the scaling is invalid.
         """
+        # Only the names of adapters are compared here. The layout checks the other entries after the replacement.
         check_names(
             self._adapter_entries.keys(),
             state.keys() & (self._adapter_entries.keys() | self._factors_by_leaf.keys()),
