@@ -1,4 +1,9 @@
-"""Validation of rows, which are vectors or unevaluated differences of vectors."""
+"""Validation of the rows that the kernels read and write.
+
+A row is a vector, a tuple of tensors such as the parameters of a model, or an unevaluated difference of two of these.
+The module checks shapes, dtypes, devices and overlapping memory once, so that the backends need not repeat these
+checks.
+"""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -326,7 +331,10 @@ def blocks_of(segments: Sequence[int], size: int) -> Blocks:
 
 @lru_cache(maxsize=64)
 def _blocks_of(segments: tuple[int, ...], size: int) -> Blocks:
-    """Build and cache the blocks, because validating hundreds of segments takes longer than a step of a small model."""
+    """Return the blocks of segments from a cache.
+
+    Validating hundreds of segments takes longer than a step of a small model.
+    """
     return Blocks.of(segment_bounds(segments, size))
 
 
@@ -540,7 +548,7 @@ def _as_tuple(name: str, vectors: Any) -> tuple[Any, ...]:
 
 
 def _stack_numbers(numbers: Any) -> Tensor:
-    """Stack nested numbers and tensors into one float64 tensor, and preserve their derivatives."""
+    """Convert nested lists of numbers and tensors to one float64 tensor, and preserve the derivatives."""
     if isinstance(numbers, Tensor):
         return _check_real(numbers).to("cpu", torch.float64)
     # These types can be converted to floats, but they are hardly meant as coefficients.

@@ -1,7 +1,7 @@
-"""Shards: the parts of vectors that this rank stores, and the group of ranks that stores the other parts.
+"""Local shards of vectors that are distributed over several processes (ranks).
 
-The vectors are either `DTensor`s, which know their placement, or plain tensors within
-[`across_ranks`][manifoldagg.kernels.shards.across_ranks].
+A shard is the part of a vector that one rank stores. The vectors are either `DTensor`s, which know their placement, or
+plain tensors within [`across_ranks`][manifoldagg.kernels.shards.across_ranks].
 """
 
 import zlib

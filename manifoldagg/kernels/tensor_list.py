@@ -1,4 +1,8 @@
-"""Rows whose entries are stored in several tensors, such as the parameters of a model."""
+"""Rows whose entries are stored in several tensors, such as the parameters of a model.
+
+The kernels treat the tensors as one long vector and read them in place, so a model need not be copied into one vector.
+The module also describes the memory of the tensors for the compiled backend.
+"""
 
 from array import array
 from bisect import bisect_right
