@@ -248,7 +248,10 @@ class AmbientSpace:
     def _flat_rows(
         self, rows: Sequence[Row], minus: Sequence[Row | None]
     ) -> tuple[list[TensorList], list[TensorList | None]]:
-        """Return the flat leaves of rows as operands of the kernels. Equal rows share one operand."""
+        """Return the flat leaves of rows and subtrahends as operands of the kernels.
+
+        Identical rows share one operand.
+        """
         # Operands are compared by identity, so one row must be converted to one operand.
         lists: dict[int, TensorList] = {}
         for row in (*rows, *minus):
@@ -314,7 +317,10 @@ class AmbientSpace:
     def _distinct_stacks(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[list[Tensor], list[float]]:
-        """Return the distinct stacks of factors of a leaf with nonzero coefficients, and these coefficients."""
+        """Return the distinct stacks of factors of leaf i with nonzero coefficients, and these coefficients.
+
+        The coefficients of equal stacks are added.
+        """
         stacks: list[Tensor] = []
         weights: list[float] = []
         index_of_row: dict[int, int] = {}
@@ -333,7 +339,11 @@ class AmbientSpace:
         return [stacks[j] for j in used], [weights[j] for j in used]
 
     def _joint(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> tuple[JointBasis, Tensor]:
-        """Return a joint basis of the stacks of a leaf, and each row as coefficients of the cores of this basis."""
+        """Express rows minus their subtrahends in a joint basis of the low-rank leaf i.
+
+        Returns:
+            The basis, and a matrix (k, number of cores) with the coefficients of each row.
+        """
         stacks: list[Tensor] = []
         indices = [
             [None if row is None else _index_or_append(stacks, self._piece(row, i)) for row in pair]
@@ -420,7 +430,10 @@ def copied_space(space: Any) -> Any:
 
 
 def _index_of(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
-    """Return the index of a stored stack with the same factors, or `None`. Identical stacks cancel exactly."""
+    """Return the index of an equal tensor in a list of stacks of factors, or `None`.
+
+    Equal stacks share one index, so that a stack that is added and subtracted cancels exactly.
+    """
     # Equal shapes are a cheap necessary condition. `torch.equal` reads both stacks.
     for index, other in enumerate(stacks):
         if other is stack or (other.shape == stack.shape and other.dtype == stack.dtype and torch.equal(other, stack)):

@@ -1,4 +1,8 @@
-"""Assignment of manifolds to the leaves of a model."""
+"""Assignment of manifolds to the leaves of a model.
+
+A leaf is a named parameter of the model. A user assigns a manifold to it by its name or by a glob pattern. Parameters
+of geoopt declare their own manifold.
+"""
 
 import fnmatch
 from collections.abc import Mapping

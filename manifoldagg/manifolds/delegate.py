@@ -1,4 +1,7 @@
-"""Base classes for spaces that are built from other spaces."""
+"""Base classes for spaces that are built from other spaces.
+
+A product is composed of several spaces. A power and a wrapper delegate their formulas to one other space.
+"""
 
 import abc
 from typing import Any

@@ -1,4 +1,4 @@
-"""Euclidean space."""
+"""Euclidean space, the space of all parameters without a manifold of their own."""
 
 import math
 from dataclasses import dataclass

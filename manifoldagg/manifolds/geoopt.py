@@ -1,4 +1,8 @@
-"""Conversion of geoopt manifolds to spaces of this package."""
+"""Conversion of geoopt manifolds to spaces of this package.
+
+If this package has an equivalent space, the conversion returns this space. Otherwise, the result calls the formulas of
+geoopt.
+"""
 
 import copy
 import math

@@ -1,4 +1,7 @@
-"""The Grassmann manifold of subspaces of fixed dimension."""
+"""The Grassmann manifold of subspaces of fixed dimension.
+
+A subspace is represented by any matrix whose orthonormal columns span it.
+"""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,8 @@
-"""Layouts, which map the tensors of a model to one contiguous point and back."""
+"""Layouts, which map the tensors of a model to one contiguous point and back.
+
+A layout contains the name, the shape and the dtype of each tensor. It also states which tensors are parameters, which
+are buffers, and which share memory.
+"""
 
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set

@@ -117,7 +117,7 @@ class Span:
 
     @property
     def minus(self) -> list[Tensor | None]:
-        """The subtrahends of the basis vectors, where `None` stands for 0."""
+        """The subtrahends of the basis vectors. `None` represents a row of zeros."""
         return [None, *[self.rows[self.origin]] * (len(self.rows) - 1)]
 
     @cached_property

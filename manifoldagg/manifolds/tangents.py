@@ -1,4 +1,8 @@
-"""Linear algebra in the tangent space at one point of a space with flat and low-rank leaves."""
+"""Linear algebra in the tangent space at one point of a space with flat and low-rank leaves.
+
+A sum of matrices of low rank can have a higher rank and must be truncated. A sum of tangents at one point is again a
+tangent, so it needs no truncation.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,7 +126,7 @@ class TangentSpace(AmbientSpace):
         cache: dict[int | None, Tensor] = {}
 
         def tangent(row: Row | None) -> Tensor:
-            """Compute the tangent that points from X to a row. `None` stands for a row of zeros.
+            """Compute the tangent that points from X to a row. `None` represents a row of zeros.
 
             The projection to tangents is linear, so the tangent of a difference is the difference of two such tangents.
             """

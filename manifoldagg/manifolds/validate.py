@@ -1,4 +1,8 @@
-"""Checks that points are on their manifold, and that tangents are tangent."""
+"""Checks that points are on their manifold, and that tangents are tangent.
+
+A check projects its argument and compares the projection with the argument. `Validated` runs these checks for every
+method of a space.
+"""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,8 @@
-"""LoRA adapters as leaves of a space. The two factors of an adapter are stacked, and later split again."""
+"""LoRA adapters as leaves of a parameter space.
+
+An adapter changes a weight matrix by the product $B A$ of two factors. The module replaces each pair of factors by one
+tensor, the leaf, and later splits this tensor again.
+"""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,8 @@
-"""LoRA scalings, the numbers by which a model multiplies the products of factors."""
+r"""LoRA scalings, the numbers by which a model multiplies the products of factors.
+
+For most adapters, the scaling is $\alpha / r$ with the rank $r$. The module reads it from the config of an adapter, or
+from numbers that the user specifies.
+"""
 
 import math
 import re
