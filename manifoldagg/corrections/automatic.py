@@ -1,4 +1,8 @@
-"""OrthoDC with an automatic threshold, estimated from the updates that the server receives."""
+"""OrthoDC with an automatic threshold, estimated from the updates that the server receives.
+
+OrthoDC removes the component of a stale update along the drift, which is the change of the server's model since the
+client started. The threshold decides for each update whether this component is removed.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any

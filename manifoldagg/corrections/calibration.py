@@ -1,4 +1,8 @@
-"""Calibration of the model from which a client starts its next task, as in OrthoFL."""
+"""Calibration of the model from which a client starts its next task, as in OrthoFL.
+
+The client continues from its own model. It receives the progress of the other clients without the component along its
+own progress.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar

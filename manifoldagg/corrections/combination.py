@@ -1,4 +1,8 @@
-"""Deferred linear combinations of the rows of a frame."""
+"""Deferred linear combinations of the rows of a frame.
+
+The rows of a frame are the displacements of an update and the drift of the server. A rule returns its new model as a
+combination of these rows. The server computes the combination after it has checked the update.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,8 @@
-"""Base class of all corrections, their results, and the composition of corrections."""
+"""Base class of all corrections, their results, and the composition of corrections.
+
+A correction adapts a stale update to the current model of the server. An update is stale if the server changed its
+model while the client trained.
+"""
 
 import abc
 import math

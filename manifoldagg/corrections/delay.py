@@ -1,4 +1,8 @@
-"""Two interpretations of a stale update (`Tangent` and `Position`), and delay compensation by an estimated Hessian."""
+"""Two interpretations of a stale update (`Tangent` and `Position`), and delay compensation by an estimated Hessian.
+
+`Tangent` adds the displacement of a client to the current model of the server. `Position` replaces it by the vector
+from the current model to the model of the client.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,8 @@
-"""A correction in three phases, from OrthoGrad early in a run to OrthoPos near a minimum."""
+"""A correction in three phases, from OrthoGrad early in a run to OrthoPos near a minimum.
+
+Both corrections project updates that conflict with the drift, the change of the server's model since the client
+started. OrthoPos also subtracts the drift from all other updates.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

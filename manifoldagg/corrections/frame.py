@@ -1,4 +1,8 @@
-"""Frames, which store the displacements of an update and the drift of the server as the input of a correction."""
+"""Frames, which store the displacements of an update and the drift of the server as the input of a correction.
+
+A displacement is the change of a client's model during training. The drift is the change of the server's model since
+the client started.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

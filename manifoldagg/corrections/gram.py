@@ -1,4 +1,8 @@
-"""Gram matrices with named rows, from which most corrections compute their coefficients."""
+"""Gram matrices with named rows, from which most corrections compute their coefficients.
+
+The entries of a Gram matrix are the inner products of all pairs of rows. The rows are the displacements of an update,
+the drift of the server, and rows that a correction adds.
+"""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,8 @@
-"""The rows of a frame: their inner products, norms and linear combinations."""
+"""The rows of a frame: their inner products, norms and linear combinations.
+
+The rows are the displacements of an update, the drift of the server, and rows that a correction adds. On a flat space,
+they are unevaluated differences of models.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,8 @@
-"""Corrections that remove conflicts with the updates of several other clients."""
+"""Corrections that remove conflicts with the updates of several other clients.
+
+`GradientSurgery` removes the component of an update along each row with which it has a negative inner product.
+`Pairwise` removes the whole component in the span of the other updates.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

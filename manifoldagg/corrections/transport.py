@@ -1,4 +1,8 @@
-"""Transport of tangent vectors on curved spaces, from the base of an update to the current point."""
+"""Transport of tangent vectors on curved spaces, from the base of an update to the current point.
+
+On a curved space, tangent vectors at different points cannot be added. A frame therefore transports all vectors to the
+current model of the server.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
