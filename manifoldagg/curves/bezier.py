@@ -1,4 +1,8 @@
-"""Bézier curves of any degree."""
+"""Bézier curves of any degree.
+
+A curve of degree n is defined by n + 1 control points. On a flat space, its points are weighted sums of the control
+points. On a curved space, de Casteljau's algorithm interpolates along geodesics.
+"""
 
 import abc
 import math

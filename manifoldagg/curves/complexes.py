@@ -1,4 +1,7 @@
-"""Simplicial complexes: embeddings that consist of simplices with shared vertices."""
+"""Simplicial complexes: embeddings that consist of simplices with shared vertices.
+
+A simplex is the convex hull of its vertices, which are models.
+"""
 
 import itertools
 import math

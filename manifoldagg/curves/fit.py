@@ -1,4 +1,8 @@
-"""Fitting of embeddings by stochastic gradient steps on their control points, in two phases."""
+"""Fitting of embeddings by stochastic gradient steps on their control points, in two phases.
+
+An embedding is a curve, a simplex or a tunnel of models. The first phase trains its last control point, and the second
+phase trains all free control points.
+"""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -289,7 +293,7 @@ def fit(
 class _Objective:
     """The objective of a fit.
 
-    Its values are the pure losses, but its derivatives also include the proximal and volume terms.
+    The values are the losses without regularisers. The derivatives also include the proximal term and the volume term.
     """
 
     curve: Embedding

@@ -1,4 +1,7 @@
-"""The plane through a curve, and the loss landscape in this plane."""
+"""The plane through a curve, and the loss landscape in this plane.
+
+The plane contains both ends of the curve and the control point that is farthest from the line between them.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

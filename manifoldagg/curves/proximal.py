@@ -1,4 +1,8 @@
-"""Proximal terms, which penalise the distance of a model from the start of training."""
+"""Proximal terms, which penalise the distance of a model from the start of training.
+
+FedProx and related methods add such a term to the loss of a client, so that its model stays close to the model of the
+server.
+"""
 
 from typing import Protocol, runtime_checkable
 

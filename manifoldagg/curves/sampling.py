@@ -1,4 +1,8 @@
-"""Sampling of the coordinates at which a fit evaluates an embedding for each batch."""
+"""Sampling of the coordinates at which a fit evaluates an embedding for each batch.
+
+An embedding, such as a curve, maps coordinates to models. For each batch, the fit averages the loss over one or more
+coordinates.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Sharpness-aware minimisation, which finds flat minima because it evaluates gradients at an ascent point."""
+"""Sharpness-aware minimisation, which finds flat minima because it evaluates gradients at an ascent point.
+
+The ascent point is a nearby point at which the loss is approximately maximal.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Simplices, which are convex hulls of models, with volumes, nearest points and ensembles."""
+"""Simplices, which are convex hulls of models, with volumes, nearest points and ensembles.
+
+A point of a simplex is a weighted mean of its vertices. The weights are called barycentric coordinates.
+"""
 
 import math
 from collections.abc import Callable
@@ -129,7 +132,7 @@ class Hull(Embedding):
         return (total / num_draws).to(prediction.dtype)
 
     def _curved_mean(self, phi: Tensor, x: Coordinates, weights: Tensor) -> Tensor:
-        """Compute the Karcher means on a curved space."""
+        """Compute the weighted Karcher means of the control points on a curved space."""
         points = phi.expand(*weights.shape[:-1], *phi.shape)
         return weighted_mean(self.space, points.double(), weights).to(phi.dtype)
 
@@ -327,7 +330,7 @@ class Simplex(Hull):
         return heights / torch.arange(1, self.vertices, device=inner.device), nondegenerate
 
     def _edge_gram(self, phi: Tensor) -> Tensor:
-        """Compute the Gram matrix (k, k) of the edges."""
+        """Compute the Gram matrix (k, k) of the edges from the first vertex to the other vertices."""
         self._require_flat("volumes")
         self._check_phi(phi)
         rows = phi.flatten(1)

@@ -175,7 +175,7 @@ class PathFit:
         return [(1.0, weight) for weight in weights(self.degree, u)[1:-1]]
 
     def _solution_weights(self) -> Float64[Tensor, "free terms"]:
-        """Return the coefficients of each free control point: that of the chord, followed by those of the sums."""
+        """Return the coefficients of each free control point: first of the chord, then of the stored sums."""
         n = self.degree
         coefficients = torch.zeros(n - 1, 1 + len(self._sums), dtype=torch.float64)
         coefficients[:, 0] = torch.arange(1, n, dtype=torch.float64) / n

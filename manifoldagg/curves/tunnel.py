@@ -410,7 +410,7 @@ class Tunnel(Embedding):
 
 @dataclass(frozen=True)
 class _AmbientForm:
-    """The ambient form, in which ξ is a tangent vector normal to the curve.
+    """The coordinates of a tunnel in ambient form, where ξ is a tangent vector normal to the curve.
 
     Each form defines:
 
@@ -485,7 +485,9 @@ class _AmbientForm:
 
 @dataclass(frozen=True)
 class _SubspaceForm:
-    """The subspace form, in which ξ contains coordinates in a moving frame, in units of the chord length.
+    """The coordinates of a tunnel in subspace form, where ξ contains components in a moving frame.
+
+    The components are in units of the chord length.
 
     The frame is orthonormal, orthogonal to the curve, and in the span of the control points.
     """
