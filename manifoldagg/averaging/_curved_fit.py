@@ -1,4 +1,7 @@
-"""Subspace fit on a curved space by L-BFGS."""
+"""Fit of a curve or a simplex to models of a curved space, by L-BFGS.
+
+The fit minimises the sum of the distances of the models from the curve or the simplex, or the sum of their squares.
+"""
 
 import math
 from dataclasses import replace

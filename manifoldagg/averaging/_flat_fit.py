@@ -1,4 +1,8 @@
-"""Subspace fit on a flat space by the Levenberg-Marquardt method."""
+"""Fit of a curve, a simplex or a tunnel to models of a flat space, by the Levenberg-Marquardt method.
+
+The fit minimises the sum of the distances of the models, or the sum of their squares. It uses the coordinates of the
+models in their own span, which has fewer dimensions than the space.
+"""
 
 import itertools
 import math

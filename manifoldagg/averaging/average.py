@@ -274,7 +274,7 @@ def _tensor_lists(layout: Layout, models: ModelsByPrefix, lists: Sequence[Tensor
 
 
 def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> ParameterSpace:
-    """Return the space of the first model's tensors."""
+    """Return the space of the tensors of the first model, and warn if they contain the factors of adapters."""
     try:
         space = ParameterSpace.of_state_dict(first, manifolds)
     except StateDictError as error:

@@ -1,4 +1,7 @@
-"""Checkpoints in safetensors files, whose tensors are mapped into memory."""
+"""Checkpoints in safetensors files, whose tensors are mapped into memory.
+
+The operating system loads only the parts of a file that are read, so a large checkpoint needs little memory.
+"""
 
 import json
 import math

@@ -1,4 +1,8 @@
-"""The weighted Karcher mean of several versions of a model, with a certificate of its accuracy."""
+"""The weighted Karcher mean of several versions of a model, with a certificate of its accuracy.
+
+The Karcher mean minimises the weighted sum of squared distances to the models. On a flat space, it is the arithmetic
+mean.
+"""
 
 import math
 from collections.abc import Sequence

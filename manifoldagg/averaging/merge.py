@@ -210,7 +210,10 @@ class _Run:
         )
 
     def _mean(self, index: int) -> Mean:
-        """Return the mean of a part, and compute its coefficients at the first call."""
+        """Return the mean of a part, which is a tensor or a pair of LoRA factors.
+
+        The first call computes the coefficients of the mean.
+        """
         part = self.plan.parts[index]
         if not part.has_gram_step:
             return part.method.solve(None)

@@ -1,4 +1,8 @@
-"""The steps of a merge for flat tensors, tensors on manifolds, LoRA factors, and integers."""
+"""The steps of a merge for flat tensors, tensors on manifolds, LoRA factors, and integers.
+
+A step reads a range of entries of all checkpoints. It either computes their inner products, or computes and writes
+their mean.
+"""
 
 from collections.abc import Callable
 from itertools import starmap
