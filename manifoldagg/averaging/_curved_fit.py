@@ -1,4 +1,7 @@
-"""Subspace fit on a curved space by L-BFGS."""
+"""Fit of a curve or a simplex to models of a curved space, by L-BFGS.
+
+The fit minimises the sum of the distances of the models from the curve or the simplex, or the sum of their squares.
+"""
 
 import math
 from dataclasses import replace
@@ -61,6 +64,8 @@ def fit_curved(
     z = _from_domain(embedding, initial.coordinates).detach().clone().requires_grad_()
     best = None
     steps = 0
+    # For the power 2, only the sum of squares is minimised. For the power 1, it gives the start for the sum of
+    # distances.
     for p in (2, 1)[: 3 - options.power]:
         # The tolerances of L-BFGS are absolute. They are 0, because the relative tolerance is checked outside.
         optimizer = torch.optim.LBFGS(
@@ -70,9 +75,11 @@ def fit_curved(
         iterations = 0
         converged = False
 
+        # The default arguments bind the values of this pass of the loop.
         def closure(p: int = p, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
             nonlocal lowest, best
             optimizer.zero_grad()
+            # A step of L-BFGS in coordinates can leave the tangent space, so the vectors are projected back.
             phi = space._exp(center, space._project_tangent(center, unit * u))
             x = _to_domain(embedding, z)
             image = embedding(phi, x)

@@ -1,4 +1,8 @@
-"""Subspace fit on a flat space by the Levenberg-Marquardt method."""
+"""Fit of a curve, a simplex or a tunnel to models of a flat space, by the Levenberg-Marquardt method.
+
+The fit minimises the sum of the distances of the models, or the sum of their squares. It uses the coordinates of the
+models in their own span, which has fewer dimensions than the space.
+"""
 
 import itertools
 import math
@@ -138,6 +142,8 @@ class Residuals:
         shares, tangents = self._linearize()
         gap = self.points - shares @ self.phi
         gap = gap - torch.einsum("mqk,mq->mk", tangents, torch.einsum("mqk,mk->mq", tangents, gap))
+        # `normal` is the projection N_j. The derivative of a residual with respect to control point i is -b_i N_j,
+        # where b_i is the weight of the control point, so the matrix is a sum of Kronecker products.
         normal = torch.eye(gap.shape[1]).to(gap) - tangents.mT @ tangents
         pairs = weights[:, None, None] * shares[:, :, None] * shares[:, None, :]
         left = torch.einsum("mij,mab->iajb", pairs, normal).reshape(self.phi.numel(), self.phi.numel())
@@ -200,6 +206,7 @@ def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: F
     0 from the start would be wrong, because a subspace that contains one of the points could not leave this point.
     """
     size = float((points - points.mean(0)).norm(dim=-1).max())
+    # The curve of a good tunnel passes through the middle of the points, so the fit of a curve is a good start.
     if start is None and isinstance(embedding, Tunnel):
         curve = fit_flat(embedding.curve, points, None, options)
         starts = [curve.phi, *initial_guesses(embedding, points)]
@@ -212,6 +219,7 @@ def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: F
         )
     current = min(valid, key=lambda residuals: float(residuals.distances.square().sum()))
     steps = 0
+    # The first pass minimises the sum of squares. It is the only pass for the power 2.
     for delta in (None, *(part * size for part in SMOOTHING))[: 1 if options.power == 2 else None]:
         current, taken, converged = _levenberg_marquardt(embedding, current, delta, size, options)
         steps += taken
@@ -253,6 +261,8 @@ def _levenberg_marquardt(
             if int(info) == 0 and bool(step.isfinite().all()):
                 candidate = Residuals(embedding, initial.phi + step.reshape(initial.phi.shape), initial.points)
                 new_value = measure(candidate)
+            # The damping grows after every trial. After an accepted step, the division by 20 below reduces it to a
+            # fifth.
             damping *= 4
         decrease = value - new_value
         undamped = damping <= 4  # a damped step is short, so a small decrease does not imply convergence
@@ -307,6 +317,7 @@ def nearest_on_faces(vertices: Phi, points: Points) -> tuple[Float64[Tensor, "m 
     for count in range(1, size + 1):
         for face in itertools.combinations(range(size), count):
             first, *others = face
+            # The pseudoinverse also handles a degenerate face, whose edges are linearly dependent.
             inner = (points - vertices[first]) @ torch.linalg.pinv(vertices[others] - vertices[first])
             x = torch.zeros_like(places)
             x[:, others] = inner
@@ -354,5 +365,6 @@ def initial_guesses(embedding: Embedding, points: Points) -> list[Phi]:
 
 
 def _normalize_range(t: Tensor) -> Tensor:
+    """Map numbers linearly to [0, 1]. Equal numbers are mapped to 0."""
     low, high = t.aminmax()
     return (t - low) / (high - low).clamp(min=torch.finfo(t.dtype).tiny)

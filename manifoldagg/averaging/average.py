@@ -199,6 +199,7 @@ def average(
     shares = check_weights(weights, len(named))
     space = _parameter_space(first, manifolds)
     layout = space.layout
+    # All checks precede the first write, so an error leaves `out` unchanged.
     target = None if out is None else open_for_write(layout, out, first)
     rows = _tensor_lists(layout, named, tensors)
     copied = _copied_entries(layout, named, int(shares.argmax()))
@@ -206,6 +207,8 @@ def average(
         check_no_overlap(layout, target, named)
     means = _mean_buffers(layout, named, shares)
     leaves, curved = _mean_parameters(space, named, rows, shares)
+    # The inputs are not checked before the sum. NaN and infinity propagate to the mean, so one check of the mean
+    # suffices, and the inputs are only read again to name the invalid tensor.
     floating = [x for x in (*means.values(), *copied.values()) if x.is_floating_point() or x.is_complex()]
     if not (_is_finite(leaves) and is_finite(*map(_as_real, floating))):
         _check_values(layout, named, shares)
@@ -225,6 +228,7 @@ def average(
 
 
 def _iterable(models: Any) -> Sequence[Any]:
+    """Return models that can be inspected without consuming them, or an empty tuple."""
     return models if isinstance(models, list | tuple) else ()
 
 
@@ -270,7 +274,7 @@ def _tensor_lists(layout: Layout, models: ModelsByPrefix, lists: Sequence[Tensor
 
 
 def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> ParameterSpace:
-    """Return the space of the first model's tensors."""
+    """Return the space of the tensors of the first model, and warn if they contain the factors of adapters."""
     try:
         space = ParameterSpace.of_state_dict(first, manifolds)
     except StateDictError as error:
@@ -279,6 +283,7 @@ def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) 
     factor = find_first_factor(first)
     if factor is not None:
         message = f"models[0]: {factor}: factors of adapters are averaged separately"
+        # The stack contains this function, `average`, the wrapper of `no_grad`, and the caller.
         warnings.warn(f"{message}; average_adapters averages their products", UserWarning, stacklevel=4)
     return space
 
@@ -315,14 +320,17 @@ def _mean_buffers(layout: Layout, models: ModelsByPrefix, weights: Tensor) -> di
 
 
 def _has_mean(entry: Entry) -> bool:
+    """Return whether a buffer is averaged."""
     return _is_continuous(entry) and not is_batch_counter(entry.name)
 
 
 def _is_continuous(entry: Entry) -> bool:
+    """Return whether an entry has a floating or complex dtype."""
     return entry.dtype.is_floating_point or entry.dtype.is_complex
 
 
 def _as_real(x: Tensor) -> Tensor:
+    """Return a detached tensor as real numbers. Each complex number becomes a pair of real numbers."""
     return torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
 
 

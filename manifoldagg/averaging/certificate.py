@@ -95,6 +95,7 @@ class MergeInfo:
 
     def to_json(self) -> str:
         """Return the certificates as JSON text, which is identical for equal merges."""
+        # JSON has no NaN and no infinity, so such a value is an error.
         return json.dumps({"version": 1, **asdict(self)}, indent=1, allow_nan=False) + "\n"
 
     @staticmethod
@@ -129,6 +130,8 @@ def certify(
     used = method.used
     c = mean.coefficients[used]
     w = method.weights[used]
+    # One product computes all norms: of the mean, of its differences from the inputs, of its difference from the
+    # arithmetic mean, and of the arithmetic mean.
     rows = torch.cat([c[None], c - torch.eye(len(used), dtype=torch.float64), (c - w)[None], w[None]])
     norm, *distances, arithmetic, mean_norm = products.squared_norm(rows).sqrt().tolist()
     # At an end of a curve, only one control point is read, so that the mean of all models is unknown.
@@ -166,6 +169,8 @@ def total_certificate(
     size = sum(part.size for part in parts)
     k = len(method.weights)
 
+    # The tensors of a model are orthogonal blocks, so squares add up. `fsum` rounds once, whatever the order of the
+    # tensors.
     def root(values: Sequence[float | None]) -> float | None:
         return None if None in values or not values else math.sqrt(math.fsum(x * x for x in values if x is not None))
 
@@ -216,8 +221,10 @@ def distance_warnings(model: Certificate) -> list[str]:
 
 
 def _certificate(part: Mapping[str, Any]) -> Certificate:
+    """Build a certificate from its JSON tree."""
     return Certificate(**_with_tuples(part))
 
 
 def _with_tuples(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the lists of a JSON tree back to the tuples of a dataclass."""
     return {key: tuple(x) if type(x) is list else x for key, x in tree.items()}

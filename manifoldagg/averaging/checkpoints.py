@@ -1,4 +1,7 @@
-"""Checkpoints in safetensors files, whose tensors are mapped into memory."""
+"""Checkpoints in safetensors files, whose tensors are mapped into memory.
+
+The operating system loads only the parts of a file that are read, so a large checkpoint needs little memory.
+"""
 
 import json
 import math
@@ -62,6 +65,7 @@ class MappedFile:
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         self._memory = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        # The array keeps the mapping alive as long as any tensor refers to it.
         self.data = as_tensors(str(path), {"data": np.frombuffer(self._memory, np.uint8)})["data"]
 
     def prefetch(self, begin: int, end: int) -> None:
@@ -72,6 +76,8 @@ class MappedFile:
     def release(self, begin: int, end: int) -> None:
         """Release a range of bytes from the memory of the process, but not from the page cache of the system."""
         if hasattr(mmap, "MADV_DONTNEED"):
+            # `madvise` requires a start at the border of a page. Earlier entries on this page are read again from the
+            # page cache.
             start = begin // mmap.PAGESIZE * mmap.PAGESIZE
             self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
 
@@ -91,6 +97,7 @@ class FilePool:
         """Return the mapped file of a path. If necessary, map the file first."""
         with self._lock:  # A second thread reads ahead.
             if path not in self._files:
+                # The files are in the order of their last use. Tensors in use keep the memory of a removed file alive.
                 while len(self._files) >= MAX_OPEN_FILES:
                     self._files.popitem(last=False)
                 self._files[path] = MappedFile(path)
@@ -147,6 +154,7 @@ class StoredTensor:
             self.source.get(self.path).release(*self._range(start, stop))
 
     def _range(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of bytes in the file that contains a range of entries."""
         item = self.entry.dtype.itemsize
         return self.entry.begin + start * item, self.entry.begin + stop * item
 
@@ -267,6 +275,7 @@ def check_alike(checkpoints: Sequence[CheckpointFiles], pairs: Sequence[FactorPa
 
 
 def _place_of(checkpoint: CheckpointFiles, name: str) -> str:
+    """Return the path of the file that contains a tensor, or the label of a state dict."""
     path = checkpoint.tensors[name].path
     return checkpoint.label if path is None else str(path)
 
@@ -278,6 +287,11 @@ def _fixed_shape(entry: TensorEntry, rank_axes: Mapping[str, int]) -> tuple[int,
 
 
 def _in_memory(label: str, model: Any) -> CheckpointFiles:
+    """Return a state dict as a checkpoint.
+
+    Raises:
+        ArgumentError: if `model` is not a mapping.
+    """
     if not isinstance(model, Mapping):
         raise ArgumentError(
             f"{label}: expected a path or a state dict, because other models are files; got {short_repr(model)}"
@@ -286,6 +300,7 @@ def _in_memory(label: str, model: Any) -> CheckpointFiles:
     check_memory(state, f"{label}: ")
     entries = [TensorEntry(name, x.dtype, tuple(x.shape), x.numel() * x.itemsize) for name, x in state.items()]
     tensors = {entry.name: StoredTensor(entry, None, state[entry.name]) for entry in entries}
+    # A state dict has no path, so a restarted merge recognises it by a checksum of its contents.
     digest = 0
     for name, x in state.items():
         digest = zlib.crc32(tensor_bytes(x), zlib.crc32(f"{name} {x.dtype} {tuple(x.shape)}".encode(), digest))
@@ -320,6 +335,11 @@ def _find_files(name: str, place: Path) -> tuple[list[Path], dict[str, str] | No
 
 
 def _read_index(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """Read an index of shards, and return the paths of the files and the file name of each tensor.
+
+    Raises:
+        CheckpointError: if the index cannot be read or is invalid.
+    """
     try:
         weight_map = parse_json(path.read_text())["weight_map"]
         names = [*dict.fromkeys(weight_map.values())]
@@ -337,6 +357,7 @@ def _read_header(path: Path) -> tuple[dict[str, str], list[TensorEntry], list[An
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
+            # A file starts with the length of the header in 8 bytes. A damaged length must not cause a huge allocation.
             length = int.from_bytes(start := file.read(8), "little")
             if len(start) < 8 or length > min(MAX_HEADER_BYTES, status.st_size - 8):
                 raise CheckpointError(f"{path}: is not a complete safetensors file: it has {status.st_size} bytes")
@@ -351,11 +372,13 @@ def _read_header(path: Path) -> tuple[dict[str, str], list[TensorEntry], list[An
         raise CheckpointError(f"{path}: is not a safetensors file: {error}") from None
     if (end := entries[-1].begin + entries[-1].num_bytes if entries else 8 + length) != status.st_size:
         raise CheckpointError(f"{path}: is not complete: it has {status.st_size} bytes, expected {end}")
+    # Size, time and header detect a change without reading the tensors.
     stamp = [str(path.resolve()), status.st_size, status.st_mtime_ns, zlib.crc32(header)]
     return metadata, entries, stamp
 
 
 def _shifted(entries: Iterator[TensorEntry], offset: int) -> Iterator[TensorEntry]:
+    """Yield entries whose positions refer to the whole file instead of to the end of the header."""
     yield from (entry._replace(begin=entry.begin + offset) for entry in entries)
 
 

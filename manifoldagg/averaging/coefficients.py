@@ -79,10 +79,12 @@ class InnerProducts:
             tensor([4., 9., 1.], dtype=torch.float64)
         """
         b = self.in_basis(coefficients)
+        # Rounding can make the square of a small combination negative.
         return ((b @ self.matrix) * b).sum(-1).clamp(min=0)
 
     def in_basis(self, coefficients: Float64[Tensor, "*batch k"]) -> Float64[Tensor, "*batch k"]:
         """Convert the coefficients of a combination of the vectors to coefficients of the basis."""
+        # Σ c_i x_i = (Σ c_i) x_h + Σ c_i (x_i - x_h), so the coefficient of x_h becomes the sum.
         b = coefficients.clone()
         b[..., self.origin] = coefficients.sum(-1)
         return b
@@ -108,6 +110,7 @@ class InnerProducts:
         g, *others = indices
         rows = [corners[g] / self.norms[g]]
         for i in others:
+            # u_i - u_g = (x_i - x_g) / n_i + (1 / n_i - 1 / n_g) x_g, and `inverse` is the second factor.
             gap = (corners[g] - corners[i]) @ self.matrix @ (corners[g] + corners[i])
             inverse = gap / (self.norms[i] * self.norms[g] * (self.norms[i] + self.norms[g]))
             rows.append((corners[i] - corners[g]) / self.norms[i] + inverse * corners[g])
@@ -118,10 +121,13 @@ class InnerProducts:
         used = torch.nonzero(self.norms).flatten().tolist()
         if len(used) < 2:
             return torch.zeros(len(used), len(used), dtype=torch.float64)
+        # The first row becomes u_g - u_g = 0, so the differences of two rows are the differences of two directions.
         rows = self.directions(used)
         rows[0] = 0.0
         gaps = rows[:, None] - rows[None]
         chords = ((gaps @ self.matrix) * gaps).sum(-1).clamp(min=0).sqrt()
+        # For small angles, the arccosine of an inner product would lose half of the digits. Rounding can make half of a
+        # chord larger than 1.
         return 2 * torch.asin((chords / 2).clamp(max=1))
 
 
@@ -225,8 +231,11 @@ class MeanMethod:
             return Mean(self.barycentric, 0.0)
         if self.name == "slerp" and len(directed) < 2:
             return Mean(self.barycentric, 0.0)
+        # The first direction is the origin of the span. As in `karcher_mean`, it is the one with the largest weight.
         directed.sort(key=lambda i: -float(w[i]))
         parts, residual = self._mean_direction(products, directed, w[directed] / w[directed].sum())
+        # The interpolation of `slerp` applies to the models themselves. The other methods average unit vectors, which
+        # are multiplied by the mean norm at the end.
         scale = norms[directed].reciprocal() if self.name != "slerp" else torch.ones_like(parts)
         if self.name != "slerp":
             scale *= (w * norms).sum()
@@ -248,9 +257,11 @@ class MeanMethod:
         if len(directed) == 1:
             return torch.ones(1, dtype=torch.float64), 0.0
         rows = products.directions(directed)
+        # A product of three matrices is symmetric only up to rounding.
         inner = rows @ products.matrix @ rows.mT
         spheres = SpheresInSpan(((inner + inner.mT) / 2)[None])
         corners = torch.eye(len(rows), dtype=torch.float64)
+        # Every direction is the first direction plus a difference.
         corners[:, 0] = 1.0
         points = corners[:, None]
         if self.name == "radial":
@@ -269,6 +280,7 @@ class MeanMethod:
                 raise ArgumentError(
                     f"models: expected directions closer to one another, got {got}; use method='radial' or 'arithmetic'"
                 )
+        # Back from the basis of differences to the directions: the first direction is subtracted once per difference.
         parts = point[0].clone()
         parts[0] -= point[0, 1:].sum()
         return parts, residual

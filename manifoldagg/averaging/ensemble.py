@@ -172,6 +172,7 @@ def ensemble(
                 )
             args, options = ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
             total = None
+            # The parameters of a member are recomputed for each batch, so only one member is in memory.
             for i, accumulator in enumerate(accumulators):
                 tensors = buffers[i] | space.layout.views(point(i).detach())
                 logits = torch.func.functional_call(model, tensors, args, options)
@@ -182,7 +183,9 @@ def ensemble(
                     )
                 accumulator.add(log_probabilities, classes)
                 if i < draws:
+                    # Probabilities are added in the logarithmic domain, where small probabilities do not underflow.
                     total = log_probabilities if total is None else torch.logaddexp(total, log_probabilities)
+            # The mean is the sum divided by the number of members, which is a difference of logarithms.
             if total is not None:
                 combined.add(total - torch.tensor(draws).double().log(), classes)
     *members, single_score = [accumulator.score() for accumulator in accumulators]
@@ -190,6 +193,7 @@ def ensemble(
 
 
 def _inputs_and_targets(batch: Any, targets: str) -> tuple[Any, Any]:
+    """Split a batch into the inputs and the classes. The classes are `None` if the batch has none."""
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name != targets}, batch.get(targets)
     if isinstance(batch, tuple | list) and batch:
@@ -198,6 +202,8 @@ def _inputs_and_targets(batch: Any, targets: str) -> tuple[Any, Any]:
 
 
 class _ScoreAccumulator:
+    """The sums from which the accuracy and the NLL are computed after the last batch."""
+
     def __init__(self) -> None:
         self._num_samples = 0
         self._num_correct = 0

@@ -1,4 +1,8 @@
-"""The weighted Karcher mean of several versions of a model, with a certificate of its accuracy."""
+"""The weighted Karcher mean of several versions of a model, with a certificate of its accuracy.
+
+The Karcher mean minimises the weighted sum of squared distances to the models. On a flat space, it is the arithmetic
+mean.
+"""
 
 import math
 from collections.abc import Sequence
@@ -63,6 +67,8 @@ def karcher(
     check_number("tolerance", tolerance, at_least=0)
     check_count("max_steps", max_steps)
     span = _span(space, points, shares)
+    # The norms in the Gram matrix can prove that the points are finite and on their spheres. Otherwise, their values
+    # are read once more.
     if span is None or not span.lies_on_space:
         for i, point in enumerate(points):
             _check_values(space, point, f"versions[{i}]")
@@ -82,6 +88,7 @@ def _mean_of_checked(
     If an iteration is needed, it runs for each leaf of the space separately. The tolerance is relative to the size of
     the coordinates, which can differ between the leaves.
     """
+    # The tolerance refers to the root mean square of P entries. The norm is larger by the factor √P.
     absolute_tolerance = tolerance * math.sqrt(max(points[0].numel(), 1))
     if span is not None:
         return mean_in_span(space, span, weights, tolerance=absolute_tolerance, max_steps=max_steps)
@@ -96,6 +103,7 @@ def _mean_of_checked(
             _mean_of_checked(leaf.space, parts, weights, _span(leaf.space, parts, weights), tolerance, max_steps)
         )
     point = torch.cat([mean.point.flatten() for mean in means]).view(points[0].shape)
+    # Leaves are orthogonal to each other, so the squares of their residuals add up.
     residual = torch.stack([mean.residual for mean in means]).norm()
     return KarcherMean(point, residual, max(mean.steps for mean in means), all(mean.converged for mean in means))
 
@@ -145,6 +153,11 @@ def _check_like(space: Manifold, point: Any, name: str, like: Tensor | None) -> 
 
 
 def _check_values(space: Manifold, point: Tensor, name: str) -> None:
+    """Check that a model is finite and on the space.
+
+    Raises:
+        ArgumentError: if it is not.
+    """
     check_finite(name, point)
     if not space.flat and "project" in space.capabilities:
         check_point(space, point, name=name)
@@ -171,6 +184,7 @@ def check_weights(weights: Weights, k: int) -> Float[Tensor, " k"]:
         raise ArgumentError(f"weights: expected finite numbers >= 0 with a positive sum, got {short_repr(weights)}")
     w = z.real
     total = w.sum()
+    # The sum of finite weights can overflow. Their ratios do not.
     if float(total) == math.inf:
         w = w / w.max()
         total = w.sum()

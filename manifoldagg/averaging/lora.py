@@ -170,6 +170,7 @@ def average_adapters(
     tied = []
     for pair in parts.pairs:
         cut = _truncate_pair(pair, states, finite, factors, rank)
+        # `hypot` scales its arguments, so the squares of large singular values do not overflow.
         values = cut.values.tolist()
         error, norm = math.hypot(error, *values[cut.rank :]), math.hypot(norm, *values)
         if not math.isfinite(norm):
@@ -186,6 +187,7 @@ def average_adapters(
         others = f" and at {len(tied) - 1} more" if tied[1:] else ""
         message = f"two singular values are equal at {name}{others}, so the nearest matrix of rank {size} is not unique"
         warnings.warn(f"adapters: {message}", UserWarning, stacklevel=2)
+    # Pairs, biases and other tensors were averaged separately. The result has the order of the first adapter.
     adapter = {name: result[name] for name in states[0]}
     if not return_info:
         return adapter
@@ -193,6 +195,7 @@ def average_adapters(
 
 
 def _check_adapters(adapters: Sequence[Adapter]) -> list[Adapter]:
+    """Check that adapters are state dicts with the same names, and return them as a list."""
     is_sequence = isinstance(adapters, Sequence) and not isinstance(adapters, str)
     if not is_sequence or not adapters or not all(isinstance(state, Mapping) for state in adapters):
         given = "none" if is_sequence and not adapters else type(adapters).__name__
@@ -210,6 +213,11 @@ def _check_adapters(adapters: Sequence[Adapter]) -> list[Adapter]:
 
 
 def _scalings(scaling: Any, k: int) -> np.ndarray:
+    """Return one scaling for each of k adapters.
+
+    Raises:
+        ArgumentError: if `scaling` is neither a number nor k numbers.
+    """
     values: Any = scaling.tolist() if isinstance(scaling, np.ndarray | Tensor) else scaling
     if not isinstance(values, list | tuple):
         return np.full(k, check_number("scaling", values))
@@ -262,16 +270,23 @@ def _truncate_pair(
 
 def _significant_residual(truncated: TruncatedSVD) -> Tensor:
     """Return the factors of the part that the truncation discarded, without the directions of rounding errors."""
+    # The tolerance has the form of numpy.linalg.matrix_rank.
     size = len(truncated.values) * torch.finfo(torch.float64).eps * float(truncated.values[0])
     return truncated.remainder[:, truncated.values[truncated.rank :] > size]
 
 
 def _round_pair(pair: FactorPair, stack: Tensor, states: Sequence[Adapter]) -> dict[str, Tensor]:
+    """Split a stack into two factors, and round them to the dtypes of the first adapter."""
     factors = pair.unstack(stack, states[0])
     return {name: _cast_checked(name, x, states[0][name].dtype) for name, x in factors.items()}
 
 
 def _cast_checked(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a tensor to a dtype.
+
+    Raises:
+        StateDictError: if a value overflows.
+    """
     result = x.to(dtype)
     if not is_finite(result):
         raise _overflow_error(name, dtype)
@@ -279,6 +294,7 @@ def _cast_checked(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _overflow_error(name: str, dtype: torch.dtype) -> StateDictError:
+    """Return the error for an average that exceeds the range of a dtype."""
     return StateDictError(
         f"adapters: {name}: expected an average within the range of {dtype}, got an overflow; is `scaling` too large?"
     )
@@ -307,6 +323,7 @@ def _mean_tensor(name: str, states: Sequence[Adapter], finite: Sequence[bool], c
         return largest_counter([state[name] for state in states])
     if not first.is_floating_point():
         return first.detach().clone()
+    # A generator converts one model at a time to float64, so the memory does not grow with the number of adapters.
     terms: Iterator[Tensor] = (
         c * state[name].detach().double() for c, state in zip(coefficients.tolist(), states, strict=True)
     )

@@ -215,6 +215,10 @@ class _Run:
         )
 
     def _mean(self, index: int) -> Mean:
+        """Return the mean of a part, which is a tensor or a pair of LoRA factors.
+
+        The first call computes the coefficients of the mean.
+        """
         part = self.plan.parts[index]
         if not part.has_gram_step:
             return part.method.solve(None)
@@ -228,18 +232,22 @@ class _Run:
         return self._means[index]
 
     def _mean_of_model(self) -> Mean:
+        """Return the mean whose coefficients all flat tensors and LoRA factors share."""
         if self._model_mean is None:
             self._model_mean = self.plan.method.solve(self._products_of_model())
         return self._model_mean
 
     def _sums(self, index: int, is_write: bool) -> list[float]:
         """Return the sums of the recorded numbers over all steps of a part, each rounded once."""
+        # The result of `fsum` does not depend on the order of the steps, so a resumed merge computes the same bits.
         parts = self._numbers.get((index, is_write), [])
         return [math.fsum(column) for column in np.stack(parts).T.tolist()] if parts else []
 
     def _products(self, index: int) -> InnerProducts:
+        """Return the inner products of the models over one part."""
         part = self.plan.parts[index]
         k = len(part.used)
+        # Without a separate step, the inner products follow the rounding error in the numbers of the write steps.
         numbers = self._sums(index, False) if part.has_gram_step else self._sums(index, True)[1:]
         matrix = torch.tensor(numbers or [0.0] * k * k, dtype=torch.float64).view(k, k)
         return InnerProducts(matrix, part.origin)
@@ -257,6 +265,7 @@ class _Run:
         return InnerProducts(matrix.view_as(found[0].matrix), found[0].origin)
 
     def _certificate(self, index: int) -> Certificate:
+        """Return the certificate of a part."""
         part = self.plan.parts[index]
         numbers = self._sums(index, True)
         if part.kind != "manifold":

@@ -128,6 +128,7 @@ class MergeDraft:
             certificate: the JSON text of the certificates.
         """
         self.commit(wait=True)
+        # The result consists of hard links, so the draft stays complete until it is removed.
         files = {shard.name: self.folder / shard.name for shard in self.plan.shards}
         extra = {**self.plan.extra_files(), self.plan.certificate_path.name: certificate.encode()}
         if self.plan.is_folder:
@@ -208,6 +209,7 @@ class MergeDraft:
         """
         end = 0
         fingerprint = None
+        # `open` closes its descriptor, so it gets a copy.
         with open(os.dup(self._journal), "rb") as file:
             for line in file:
                 digest, _, text = line.rstrip(b"\n").partition(b" ")
@@ -224,7 +226,13 @@ class MergeDraft:
         return fingerprint
 
     def _pwrite(self, i: int, data: memoryview, position: int) -> None:
+        """Write bytes to a shard at a position.
+
+        Raises:
+            CheckpointError: if the system reports an error.
+        """
         try:
+            # The system may write fewer bytes than requested.
             while data:
                 count = os.pwrite(self._descriptors[i], data, position)
                 data, position = data[count:], position + count
@@ -232,7 +240,9 @@ class MergeDraft:
             raise CheckpointError(f"{self.folder}: could not be written: {error.strerror or error}") from error
 
     def _sync(self, lines: bytes, dirty: Sequence[int]) -> None:
+        """Write changed shards, and then new lines of the journal, to the disk. It runs in the background thread."""
         try:
+            # A record must not reach the disk before the bytes that it describes.
             for descriptor in dirty:
                 os.fsync(descriptor)
             write: Callable[[memoryview], int] = lambda piece: os.write(self._journal, piece)  # noqa: E731
@@ -243,6 +253,7 @@ class MergeDraft:
 
 
 def _line(text: bytes) -> bytes:
+    """Return a line of the journal: a checksum and the text. The checksum detects a line that was written partially."""
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 

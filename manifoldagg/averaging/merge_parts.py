@@ -1,4 +1,8 @@
-"""The steps of a merge for flat tensors, tensors on manifolds, LoRA factors, and integers."""
+"""The steps of a merge for flat tensors, tensors on manifolds, LoRA factors, and integers.
+
+A step reads a range of entries of all checkpoints. It either computes their inner products, or computes and writes
+their mean.
+"""
 
 from collections.abc import Callable
 from itertools import starmap
@@ -48,6 +52,7 @@ def gram_of(part: Part, start: int, stop: int) -> Float64[Tensor, "r r"]:
     """
     origin = part.origin
     if part.kind == "factors":
+        # Row i is X_i - X_h, and row h is X_h, as in `InnerProducts`.
         basis = torch.eye(len(part.used), dtype=torch.float64)
         basis[:, origin] -= 1.0
         basis[origin, origin] = 1.0
@@ -89,6 +94,7 @@ def write_part(part: Part, mean: Mean, write: Write, buffers: Buffers, start: in
 def _write_flat(part: Part, mean: Mean, write: Write, buffers: Buffers, start: int, stop: int) -> float:
     """Write a range of a flat tensor, and return the squared norm of its rounding errors."""
     dtype = part.first.entry.dtype
+    # The sum is stored in float64 first, because the rounding error is measured against it.
     exact = buffers.get(torch.float64, stop - start)
     combine(None, _rows(part, start, stop), mean.coefficients[part.used].tolist(), out=exact)
     if dtype is torch.float64:
@@ -135,6 +141,7 @@ def _write_curved(part: Part, write: Write, start: int, stop: int) -> list[float
     labels = [f"{part.labels[i]}: {part.names[0]}" for i in used]
     mean = labelled_karcher_mean(space, part.names[0], dict(zip(labels, points, strict=True)), weights)
     write(part.names[0], start, mean.point.flatten())
+    # The written point has the dtype of the models, so its rounding error appears as a distance from the manifold.
     exact = mean.point.double()
     arithmetic = sum(starmap(torch.mul, zip(weights.tolist(), (x.double() for x in points), strict=True)))
     gaps = [exact - space.project(exact), exact - arithmetic]
@@ -158,18 +165,22 @@ def _write_factors(part: Part, mean: Mean, write: Write) -> float:
     pair = FactorPair(*part.names)
     states = [_factors(part, i) for i in part.used]
     c = mean.coefficients[part.used]
+    # Coefficients that are not valid weights are passed as scalings. The equal weights 1 / k are compensated by the
+    # factor k.
     if bool((c >= 0).all()) and abs(float(c.sum()) - 1.0) < 1e-15:
         result = average_adapters(states, c)
     else:
         result = average_adapters(states, scaling=(c * len(states)).tolist())
     for name in part.names:
         write(name, 0, result[name].flatten())
+    # The error is the norm of the written product minus the exact mean.
     stacks = [pair.stack(result), *_stacks(part)]
     coefficients = torch.cat([torch.ones(1, dtype=torch.float64), -c])
     return float(JointBasis.of(stacks, part.shape_of_second[0]).gram(coefficients[None]))
 
 
 def _factors(part: Part, i: int) -> dict[str, Tensor]:
+    """Read the two LoRA factors of model i."""
     return {
         name: column[i].read().view(tuple(column[i].entry.shape))
         for name, column in zip(part.names, part.tensors, strict=True)
@@ -177,6 +188,7 @@ def _factors(part: Part, i: int) -> dict[str, Tensor]:
 
 
 def _stacks(part: Part) -> list[Tensor]:
+    """Read the LoRA factors of the used models as stacks."""
     pair = FactorPair(*part.names)
     return [pair.stack(_factors(part, i), prefix=f"{part.labels[i]}: ") for i in part.used]
 

@@ -115,6 +115,7 @@ class Part:
         width = CELL_SIZE
         if isinstance(self.space, Power):
             inner = math.prod(self.space.space.shape)
+            # A range must contain whole copies of the manifold.
             width = max(CURVED_SIZE // max(inner, 1), 1) * inner
         elif self.kind in ("factors", "manifold"):
             width = max(self.size, 1)
@@ -276,6 +277,7 @@ class MergePlan:
             start = time.perf_counter()
             with open(sample, "xb") as file:
                 file.write(bytes(count))
+                # Without `fsync`, only the speed of the page cache would be measured.
                 file.flush()
                 os.fsync(file.fileno())
             write_speed = count / max(time.perf_counter() - start, 1e-9)
@@ -329,6 +331,7 @@ def plan_merge(
     place, is_folder = _check_out(out, opened)
     entries = {entry.name: entry for part in parts for entry in result_entries(part)}
     shards = divide_into_shards(opened[0], entries, None if is_folder else place.name, shard_size)
+    # The fingerprint contains everything that determines the bytes of the result.
     tree = {
         "version": 1,
         "method": [method, scope, t, mean.weights.tolist()],
@@ -354,6 +357,7 @@ def _parts(
     names, shapes, dtypes = zip(*entries, strict=True) if entries else ((), (), ())
     layout = layout_of(ModelSignature(names, shapes, dtypes, ()))
     spaces = dict(assign_manifolds(layout, manifolds))
+    # Tensors without a meaningful direction, such as statistics, get the arithmetic mean with the same weights.
     barycentric = MeanMethod("arithmetic", mean.barycentric)
     labels = tuple(model.label for model in models)
     parts = []
@@ -389,6 +393,7 @@ def _check_out(out: str | os.PathLike[str], models: Sequence[CheckpointFiles]) -
     """Return the absolute path of the result, and whether it is a folder."""
     if not isinstance(out, str | os.PathLike):
         raise ArgumentError(f"out: expected the path of a file or folder for models in files, got {short_repr(out)}")
+    # Symbolic links are resolved, so that a link to an input is recognised as this input.
     place = Path(os.path.realpath(out))
     if not place.parent.is_dir():
         raise ArgumentError(f"out: expected a path in an existing folder, got {short_repr(str(out))}")

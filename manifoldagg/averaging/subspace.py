@@ -84,6 +84,7 @@ class Subspace:
         """
         shares = check_weights(weights, len(self.coordinates)).to(self.coordinates.device)
         place = (shares.reshape(-1, *(1 for _ in self.embedding.domain)) * self.coordinates).sum(0)
+        # The normal spaces at different parameters differ, so a mean of normal offsets has a tangential component.
         if isinstance(self.embedding, Tunnel) and self.embedding.form == "ambient":
             velocity = self.embedding.curve.velocity(self.phi, place[0]).flatten().double()
             square = velocity @ velocity
@@ -137,6 +138,7 @@ class Subspace:
         return [self.view(edge(self.phi[pair], t[::8])) for pair in pairs]
 
     def _tunnel_walls(self) -> list[Tensor]:
+        """Return the two lines at the distance of the radius from the curve, in the plane of the plot."""
         line = self._outlines()[0]
         ahead = line.diff(dim=0, append=2 * line[-1:] - line[-2:-1])
         side = torch.stack([-ahead[:, 1], ahead[:, 0]], -1)
@@ -145,6 +147,7 @@ class Subspace:
         return [line + reach * side, line - reach * side]
 
 
+# Tensors that are created in inference mode cannot be differentiated, and the fit on a curved space needs derivatives.
 @torch.inference_mode(False)
 @torch.no_grad()
 def fit_subspace(
@@ -225,7 +228,9 @@ def fit_subspace(
 
 
 def _fit_on_flat_space(models: Tensor, embedding: Embedding, start: Tensor | None, options: FitOptions) -> Subspace:
+    """Fit an embedding in the span of the models, and convert the result back to models."""
     rows = list(models.flatten(1))
+    # The start must be in the same coordinates as the points, so its control points are appended to the rows.
     if start is not None:
         rows += check_versions(embedding.space, start.to(models), "start")
         rows = [row.flatten() for row in rows]
@@ -246,6 +251,7 @@ def _fit_on_flat_space(models: Tensor, embedding: Embedding, start: Tensor | Non
         return torch.stack(results).reshape(len(results), *models.shape[1:])
 
     phi = from_coordinates(shares, models.dtype, rows[0])
+    # The principal axes of the points span the plane of the plot. If the points span fewer dimensions, an axis is 0.
     middle = data.mean(0)
     axes = torch.linalg.svd(data - middle, full_matrices=False).Vh[:2]
     axes = torch.cat([axes, axes.new_zeros(2 - len(axes), axes.shape[1])])
@@ -257,6 +263,8 @@ def _fit_on_flat_space(models: Tensor, embedding: Embedding, start: Tensor | Non
         center = models[0].double()
         lines = torch.zeros(2, *models.shape[1:], dtype=torch.float64, device=models.device)
     view = View(embedding.space, center, lines)
+    # The fit of a tunnel works in the span of the points. The coordinates of its ambient form have P entries,
+    # so they are computed from the models themselves.
     places = fit.coordinates
     if isinstance(embedding, Tunnel):
         places = embedding.nearest(phi.double(), models.double())[0].double()
@@ -264,6 +272,7 @@ def _fit_on_flat_space(models: Tensor, embedding: Embedding, start: Tensor | Non
 
 
 def _check_spread(spread: float, minimum: float = 0.0) -> None:
+    """Raise an `ArgumentError` if squares of the distances between the points would overflow or underflow."""
     if not (spread == 0 or minimum <= spread <= MAX_SPREAD):
         raise ArgumentError(
             f"points: expected distances from their mean between {minimum:g} and {MAX_SPREAD:g}, got {spread:g}"
@@ -271,18 +280,24 @@ def _check_spread(spread: float, minimum: float = 0.0) -> None:
 
 
 def _fit_on_curved_space(models: Tensor, embedding: Embedding, options: FitOptions) -> Subspace:
+    """Fit an embedding on a curved space, starting from the tangent space at the Karcher mean of the models."""
     space = embedding.space
     x = space._project(models.double())
     center = karcher(space, x).point
     middle = center.expand_as(x)
     logs = space._log(middle, x)
+    # The eigenvectors of the Gram matrix of the logarithms give coordinates in an orthonormal basis of their span. A
+    # basis of the tangent space itself would have P vectors.
     inner = torch.stack([space._inner(middle, logs, log.expand_as(x)) for log in logs])
     _check_spread(float(inner.diagonal().clamp(min=0).sqrt().max()))
     values, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
+    # Eigenvalues are squared lengths. Below the first limit they are rounding errors of the decomposition, and below
+    # the second limit rounding errors of the logarithms.
     significant = values > (1e-14 * values[-1]).clamp(min=RANK_TOLERANCE**2 * x.numel())
     roots = values[significant].sqrt()
     projected = vectors[:, significant] * roots
     frame = torch.einsum("jk,j...->k...", vectors[:, significant] / roots, logs)
+    # `eigh` sorts the eigenvalues in ascending order, so the longest axis is the last.
     axes = torch.cat([frame.flip(0)[:2], frame.new_zeros(max(0, 2 - len(frame)), *frame.shape[1:])])
     view = View(space, center, axes)
     if len(roots) == 0:

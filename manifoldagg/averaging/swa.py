@@ -31,6 +31,7 @@ REQUIRED_PRIMITIVES = {"streaming": {"exp", "log"}, "exact": {"exp", "log", "inn
 FILE_KIND = "averaged model"
 STATE_KEYS = {"options", "last", "count", "like", "mean", "truncated", "kept"}
 MAX_ENTRY = torch.finfo(torch.float64).max / 4
+"""The largest absolute entry of a float64 model. Differences of models and means then do not overflow."""
 CHUNK_SIZE = 1 << 16
 """The number of entries that are averaged at a time. The intermediate results then fit into the cache."""
 
@@ -171,6 +172,7 @@ class SWA:
             if self.selects(version):
                 after = self._with_model(after, check_model(self.space, model, "model", like=before.like))
             self._state = after
+            # The buffer of the old mean is reused for the next mean, which saves an allocation per update.
             if self.space.flat and after.mean is not before.mean:
                 self._spare_buffer = before.mean
 
@@ -343,6 +345,7 @@ class SWA:
 
     @property
     def _options(self) -> dict[str, Any]:
+        """The options that a stored state must share with this object."""
         names = ("kind", "start", "cycle", "offset", "periodic")
         return {name: getattr(self, name) for name in names}
 
@@ -359,6 +362,12 @@ class SWA:
                 return result
 
     def _with_model(self, state: _AverageState, model: Tensor) -> _AverageState:
+        # An expanded scalar has the shape of the model, but the memory of a single entry.
+        """Return the state after another model. The given state is not modified.
+
+        Raises:
+            ArgumentError: if differences of the model from the mean could overflow, or if no geodesic to it is found.
+        """
         like = model.new_empty(()).expand(model.shape)
         count = state.count + 1
         if (
@@ -376,6 +385,7 @@ class SWA:
         if state.count == 0 or state.mean is None:
             return replace(state, count=count, like=like, mean=self._to_float64(model))
         if self.space.ambient:
+            # The sum is m + (Θ - m) / n, so a model that equals the mean changes nothing.
             ambient = AmbientSpace.of(self.space, model)
             mean = ambient.for_state(
                 [state.mean, model], [1.0, 1 / count], minus=[None, state.mean], dtype=torch.float64
@@ -385,6 +395,7 @@ class SWA:
         return replace(state, count=count, like=like, mean=self._running_mean(state.mean, model, count))
 
     def _average_of(self, state: _AverageState) -> Tensor | None:
+        """Return the average of a state in the dtype of the models, as a copy."""
         if state.mean is None or state.like is None:
             return None
         if isinstance(state.mean, tuple):
@@ -402,6 +413,7 @@ class SWA:
             out = empty_like(mean) if spare is None else spare
             update_mean(mean.view(-1), model.reshape(-1), count, out=out.view(-1))
             return out
+        # On a flat space, the fraction 1 / n gives all n models the same weight.
         between = geodesic(self.space, mean, self._to_float64(model), 1.0 / count)
         try:
             return self._to_float64(check_model(self.space, between, "average"))
@@ -417,6 +429,7 @@ class SWA:
 
 
 def _clone_mean(mean: Any) -> Any:
+    """Return a copy of a mean, which is a tensor, a tuple with one tensor for each leaf, or `None`."""
     if isinstance(mean, tuple):
         return tuple([piece.detach().clone() for piece in mean])
     return None if mean is None else mean.clone()

@@ -1,4 +1,8 @@
-"""OrthoDC with an automatic threshold, estimated from the updates that the server receives."""
+"""OrthoDC with an automatic threshold, estimated from the updates that the server receives.
+
+OrthoDC removes the component of a stale update along the drift, which is the change of the server's model since the
+client started. The threshold decides for each update whether this component is removed.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,6 +90,7 @@ class AutoThreshold(Correction):
     keeps_state = True
 
     def __post_init__(self) -> None:
+        # `check_number` has no strict upper bound. With the decay 1, no update would change the means.
         check_number("decay", self.decay, above=0, at_most=1 - 2**-30)
 
     def extend(self, frame: Frame, state: Any = None) -> Frame:
@@ -109,12 +114,14 @@ class AutoThreshold(Correction):
         moved = gram.row_index("base - mean")
         end = n - 1
         if state is None or "covariance" not in state:
+            # The product with 0 has the type of the inner products: a float, a torch number or a sympy expression.
             covariance = variance = 0 * inner[n, n]
             state = {}
         else:
             gain = 1 - self.decay
             # West's update of a weighted covariance adds the product of the differences of the new observation from
-            # the old means. The row `moved` already is such a difference. For v, the old mean is subtracted here.
+            # the old means. The row `moved` already is such a difference. For v, the old mean is subtracted here. With
+            # weights that decay, the new covariance is decay * (covariance + (1 - decay) * product) (Finch 2009).
             covariance = self.decay * (state["covariance"] + gain * (inner[end, moved] - inner[mean, moved]))
             variance = self.decay * (state["variance"] + gain * inner[moved, moved])
         beta = regression_slope(covariance, variance)

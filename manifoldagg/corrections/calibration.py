@@ -1,4 +1,8 @@
-"""Calibration of the model from which a client starts its next task, as in OrthoFL."""
+"""Calibration of the model from which a client starts its next task, as in OrthoFL.
+
+The client continues from its own model. It receives the progress of the other clients without the component along its
+own progress.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -87,6 +91,7 @@ def calibrate(
     # One Gram matrix per tensor serves both granularities, because that of the model is their sum.
     inner = [gram(rows)[0] for _, *rows in pieces]
     for i, numbers in enumerate(inner):
+        # All entries are finite, so this check only fails if the square of an entry or a sum of squares overflows.
         check_finite(f"shifts: inner products of tensor {i}", numbers.detach())
     # The rows are the shift, the client's own shift in place of the drift, and the other updates.
     extra = tuple(name for name in given if name.startswith("other_updates"))
@@ -149,6 +154,11 @@ Split = tuple[list[list[Tensor]], Callable[[list[Tensor]], Any]]
 
 
 def _split_points(models: dict[str, Any], space: Manifold | None) -> Split:
+    """Split points (P,) at the leaves of the space, and return the function that joins new parts.
+
+    Raises:
+        ArgumentError: if the shape of a point is wrong, or if a point is not finite.
+    """
     start = models["start"]
     shape = check_shape("start", start, *getattr(start, "shape", ())).shape
     if space is not None:
@@ -162,6 +172,11 @@ def _split_points(models: dict[str, Any], space: Manifold | None) -> Split:
 
 
 def _split_state_dicts(models: dict[str, Any], space: Manifold | None) -> Split:
+    """Split state dicts at their parameters, and return the function that builds a new state dict.
+
+    Raises:
+        ArgumentError: if the names or shapes differ from those of `start`, or if a parameter is not finite.
+    """
     start = models["start"]
     if not (space is None or isinstance(space, ParameterSpace)):
         raise ArgumentError(f"space: expected a ParameterSpace or None for a state dict, got {space}")

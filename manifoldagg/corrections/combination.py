@@ -1,4 +1,8 @@
-"""Deferred linear combinations of the rows of a frame."""
+"""Deferred linear combinations of the rows of a frame.
+
+The rows of a frame are the displacements of an update and the drift of the server. A rule returns its new model as a
+combination of these rows. The server computes the combination after it has checked the update.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,8 +63,10 @@ class Combination:
         )
 
     def new_row(self) -> Operand:
+        """Allocate the row that `compute` or `fused` writes."""
         current = self.frame.current
         if isinstance(current, Tensor):
+            # The new model has the dtype of the current model. A sum has the dtype of the rows.
             like: Any = current if self.from_current else self.frame.rows[0]
             return empty_like(like)
         if not self.from_current:
@@ -100,10 +106,13 @@ class Combination:
                 raise ArgumentError(f"points: the {what}")
 
     def _compute_parts(self, dtypes: Sequence[torch.dtype] | None) -> Iterator[Tensor]:
+        # One tensor at a time needs temporary memory for the largest tensor only, instead of the whole model.
+        """Yield the result tensor by tensor. `dtypes` are the dtypes of the tensors of a sum."""
         for j, (frame, line) in enumerate(self.frame.split_by_tensor(self.coefficients)):
             out = None if dtypes is None else frame.empty_vector(dtypes[j])
             yield Combination(frame, line, self.from_current).compute(out)
 
 
 def tensors_of(row: Row) -> tuple[Tensor, ...]:
+    """Return the tensors of a row. A vector is a single tensor."""
     return row if isinstance(row, tuple) else (row,)

@@ -1,4 +1,8 @@
-"""Base class for all corrections, their results, and the composition of corrections."""
+"""Base class for all corrections, their results, and the composition of corrections.
+
+A correction adapts a stale update to the current model of the server. An update is stale if the server changed its
+model while the client trained.
+"""
 
 import abc
 import math
@@ -59,6 +63,7 @@ class Corrected:
 
     def row_coefficients(self, weights: Any) -> Matrix:
         r"""Compute $\sum_i w_i C_{ij}$: the coefficients of a weighted sum of the corrected rows, (k,) or (S, k)."""
+        # An object array can contain torch numbers with derivatives and symbolic numbers.
         line: Matrix = np.asarray(weights, dtype=object) @ self.coefficients
         return line
 
@@ -82,6 +87,8 @@ class Corrected:
         """
         parts = self.gram.transform(self.coefficients)
         inner: list[list[float]] = (parts[0] if len(parts) == 1 else parts.sum(0)).tolist()
+        # Let |u| be the norm after the correction, and |v| the norm before it. The relative error of C G Cᵀ is about
+        # ε |v|² / |u|². From the corrected vectors themselves, it is only about ε |v| / |u|.
         if lost_to_cancellation(inner, self.gram.matrix):
             inner = self.frame.inner_products([self.coefficients[..., i, :] for i in range(len(inner))]).tolist()
         for i, row in enumerate(inner):
@@ -127,6 +134,7 @@ class Corrected:
                 "space: expected a space without low-rank leaves, got low-rank leaves; use `rows` or `combine`"
             )
         rows: list[Any] = self.rows()
+        # Without displacements, the result (0, P) still has the dtype and the device of the frame.
         return torch.stack(rows) if rows else self.frame.empty_vector()[None][:0]
 
 
@@ -196,7 +204,10 @@ class Correction(abc.ABC):
         return state
 
     def adds_rows(self, frame: Frame) -> bool:
-        """Return whether `extend` adds rows to `frame`. By default, this is assumed if the class overrides `extend`."""
+        """Return whether `extend` adds rows to a frame.
+
+        The default implementation returns `True` if the class overrides `extend`.
+        """
         return type(self).extend is not Correction.extend
 
     def apply(
@@ -227,6 +238,7 @@ class Correction(abc.ABC):
         gram = seen.gram(granularity or self.granularity)
         products = None
         if auxiliary is not None:
+            # The auxiliary vector is the last row, so its products are the last row of each matrix.
             products = gram.parts[:, -1]
             gram = Gram(gram.parts[:, :-1, :-1], frame.extra, gram.segments)
         matrix, state = self.coefficients(gram, state)
@@ -345,6 +357,7 @@ class Composition(Correction):
 
 
 def _parts(correction: Correction) -> tuple[Correction, ...]:
+    """Return the parts of a composition. Any other correction is its own single part."""
     return correction.parts if isinstance(correction, Composition) else (correction,)
 
 
@@ -358,6 +371,7 @@ def by_granularity(coefficients: Rule) -> Rule:
     def each(self: Any, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
         if self.granularity == "model":
             return coefficients(self, gram, state)
+        # The decorated corrections are stateless, so only their matrices are stacked.
         return np.stack([coefficients(self, part, state)[0] for part in gram]), state
 
     return each  # type: ignore[return-value]  # of the same signature

@@ -1,4 +1,8 @@
-"""Two interpretations of a stale update (`Tangent` and `Position`), and delay compensation by an estimated Hessian."""
+"""Two interpretations of a stale update (`Tangent` and `Position`), and delay compensation by an estimated Hessian.
+
+`Tangent` adds the displacement of a client to the current model of the server. `Position` replaces it by the vector
+from the current model to the model of the client.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -66,6 +70,7 @@ class Position(Correction):
         if passage is None:
             return frame
         original = frame.base_displacements
+        # If another correction has changed the displacements, only their tangents at the current point are known.
         if original is None:
             rows = torch.stack([frame.rows[i] for i in range(frame.num_displacements)])  # type: ignore[misc]  # vectors there
             original = passage.to_base(rows.view(-1, *passage.base.shape))
@@ -76,6 +81,7 @@ class Position(Correction):
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
         matrix = gram.identity()
         for i, line in enumerate(matrix):
+            # On a curved space, the position is a row of its own and replaces v. On a flat space, it is v - g.
             if gram.extra:
                 line[i] = 0
                 line[gram.row_index(f"p{i + 1}")] = 1
@@ -159,6 +165,7 @@ class DelayCompensated(Correction):
         frame.require_flat("DelayCompensated, an elementwise product,")
         n = frame.num_displacements
         if needs_autograd_path([tensor for row in (*frame.rows, *frame.minus) for tensor in _row_tensors(row)]):
+            # Writing chunks into one vector is not differentiable, so tracked rows are formed as a whole.
             rows = self._products(frame, state)
         else:
             # The products are formed chunk by chunk, so that the float64 copies of v and g stay in the cache.
@@ -197,6 +204,7 @@ class DelayCompensated(Correction):
         r"""Compute $v_i \odot v_i \odot g$ for each i. With `adaptive`, divide by the root of the mean square."""
         n = frame.num_displacements
         # DC-ASGD-a includes the current gradient in the mean square by which the same gradient is divided.
+        # The mean square is a new tensor, so it can be modified in place.
         scale = self._mean_square(frame, state).add_(EPSILON).sqrt_() if self.adaptive and n else None
         drift = frame.row(n)
         found = []
@@ -215,6 +223,7 @@ class DelayCompensated(Correction):
 
 
 def _product_name(i: int) -> str:
+    """Return the name of the row that contains the product of displacement i with itself and the drift."""
     return f"v{i + 1}*v{i + 1}*g"
 
 
@@ -237,6 +246,7 @@ def _frame_chunks(
         less = [_row_part(row, j, here) for row in frame.minus if row is not None]
         # Missing subtrahends are skipped here, and are inserted again as `None` below.
         for parts in chunks(*rows, *less, *(vector[here] for vector in (*known, *others))):
+            # The order of the parts is: minuends, subtrahends, the mean square, and the other vectors.
             taken = iter(parts[k:])
             minus = tuple(None if row is None else next(taken) for row in frame.minus)
             before = {"mean_square": next(taken)} if known else None
@@ -244,6 +254,7 @@ def _frame_chunks(
 
 
 def _row_tensors(row: Row | None) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a row. A vector is a single tensor, and a missing row has none."""
     return () if row is None else row if isinstance(row, tuple) else (row,)
 
 

@@ -1,4 +1,8 @@
-"""A correction in three phases, from OrthoGrad early in a run to OrthoPos near a minimum."""
+"""A correction in three phases, from OrthoGrad early in a run to OrthoPos near a minimum.
+
+Both corrections project updates that conflict with the drift, the change of the server's model since the client
+started. OrthoPos also subtracts the drift from all other updates.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -102,6 +106,7 @@ class OrthoDyn(Correction):
         return matrix, {**state, "version": version + 1, "phase": phase, "length": detach_scalar(length)}
 
     def correction_for(self, phase: str) -> Correction:
+        """Return the correction of a phase."""
         if phase == "tangent":
             return Tangent()
         if phase == "gradient":
@@ -112,7 +117,9 @@ class OrthoDyn(Correction):
         if self.schedule is not None or not frame.num_displacements:
             return state
         frame = frame.detach()
+        # `frompyfunc` applies the function to each entry of an object array, whose entries may be tensors.
         weights = self._next_mean(np.frompyfunc(lambda c: float(detach_scalar(c)), 1, 1)(coefficients[..., -1, :]))
+        # In half precision, a small contribution of one step would be rounded away.
         wide = torch.promote_types(frame.dtype, torch.float32)
         return {**state, "mean": frame.materialize(weights, wide)}
 
@@ -127,6 +134,14 @@ class OrthoDyn(Correction):
 
     def _update_phase(self, gram: Gram, coefficients: Matrix, length: Any, phase: str) -> tuple[Any, str]:
         # The Gram matrix determines both norms, so no vector is formed.
+        """Return the next mean length and the next phase.
+
+        Args:
+            gram: the Gram matrix of the rows.
+            coefficients: the coefficients of the corrected displacement of the end point.
+            length: the mean length before this update.
+            phase: the phase that corrected this update.
+        """
         step = gram.squared_norm(coefficients)
         mean = gram.squared_norm(self._next_mean(coefficients))
         # Rounding can make a square slightly negative. `0 * step` preserves the type of symbolic numbers.

@@ -1,4 +1,8 @@
-"""Frames, which store the displacements of an update and the drift of the server as the input of a correction."""
+"""Frames, which store the displacements of an update and the drift of the server as the input of a correction.
+
+A displacement is the change of a client's model during training. The drift is the change of the server's model since
+the client started.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,6 +78,8 @@ class Frame(FrameRows):
             segments: the names of the tensors in a row, with their lengths.
             ambient: the ambient space, if the space has low-rank leaves.
         """
+        # The last row is the drift, current - base. It has the same subtrahend as the displacements, so a kernel reads
+        # the base only once.
         return Frame((*points, current), (base,) * (len(points) + 1), segments, rows_are_points=True, ambient=ambient)
 
     @staticmethod
@@ -102,6 +108,7 @@ class Frame(FrameRows):
             >>> frame.move(frame.gram(), [0.5, 0.0]).compute()
             tensor([2.5000, 3.5000])
         """
+        # The last row is base - current, the negative drift.
         return Frame((*gradients, base), (*(None for _ in gradients), current), segments, is_pseudo_gradient=True)
 
     @staticmethod
@@ -145,6 +152,7 @@ class Frame(FrameRows):
         check_shape("base", base, *space.axes)
         for name, tensor, lead in (("current", current, ()), ("displacements", displacements, (None,))):
             check_shape(name, tensor, *lead, *base.shape)
+        # All shapes are checked before any values, because reading the values costs a pass over the tensors.
         for name, tensor in (("base", base), ("current", current), ("displacements", displacements)):
             check_finite(name, tensor)
         if space.flat if flat is None else flat:
@@ -214,6 +222,7 @@ class Frame(FrameRows):
             if not is_finite(*tensors_of(formed)):
                 raise ArgumentError("points: the new model would not be finite")
             return formed
+        # The bound costs O(k), while the exact check computes the whole model.
         if not self.stays_finite(gram, line):
             new.check_finite()
         return new

@@ -1,4 +1,8 @@
-"""Gram matrices with named rows, from which most corrections compute their coefficients."""
+"""Gram matrices with named rows, from which most corrections compute their coefficients.
+
+The entries of a Gram matrix are the inner products of all pairs of rows. The rows are the displacements of an update,
+the drift of the server, and rows that a correction adds.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -94,7 +98,8 @@ class Gram:
             0.5
         """
         n = self.num_displacements
-        # Rounding can leave a square slightly below zero.
+        # Rounding can leave a square slightly below zero. The roots are separate, because the product of two squares
+        # can overflow or underflow.
         scale = math.sqrt(max(self.matrix[n - 1, n - 1], 0.0)) * math.sqrt(max(self.matrix[n, n], 0.0))
         return max(-1.0, min(1.0, self.matrix[n - 1, n] / scale)) if scale > 0 else math.nan
 
@@ -169,6 +174,7 @@ class Gram:
             9.0
         """
         parts = self.matrix[None] if coefficients.ndim == 1 else self.parts
+        # Elementwise products of object arrays also work for tensors that autograd tracks and for symbolic numbers.
         terms = coefficients[..., :, None] * coefficients[..., None, :] * parts
         return terms.reshape(len(parts), -1).sum(1).sum()
 
@@ -183,6 +189,7 @@ class Gram:
             4.0
         """
         parts = [(coefficients, self.matrix)] if coefficients.ndim == 1 else zip(coefficients, self.parts, strict=True)
+        # An unmeasured row has the square NaN, so a row with the coefficient 0 must be skipped.
         terms = [abs(c) * math.sqrt(inner[j, j]) for row, inner in parts for j, c in enumerate(row) if c != 0]
         return float(sum(terms))
 
@@ -195,7 +202,7 @@ def lost_to_cancellation(remaining: Any, original: Any) -> bool:
         original: (k, k) inner products of the rows before the correction.
     """
     # C G Cᵀ adds terms as large as |v|² and rounds each of them. The absolute error is therefore about ε |v|², however
-    # small the result.
+    # small the result. The negated comparison is also true for NaN.
     return any(not row[i] >= CANCELLATION_TOLERANCE * original[i][i] for i, row in enumerate(remaining))
 
 

@@ -1,4 +1,8 @@
-"""Orthogonal corrections, which remove the component of an update along the drift."""
+"""Orthogonal corrections, which remove the component of an update along the drift.
+
+The drift is the change of the server's model since the client started. If an update conflicts with the drift, adding it
+would partly undo the progress of the server.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -55,6 +55,7 @@ class CorrectionQuality:
         Only updates with $t_i \le 0$, which increase the loss without correction, can make D positive. If D is 0, the
         assumption of the paper holds with Q for all updates. It is NaN if Q is NaN.
         """
+        # `np.maximum` propagates NaN, which marks an undefined Q. `np.fmax` would ignore it.
         return float(np.maximum(self.q * self.transported - self.corrected, 0.0).max())
 
 
@@ -112,7 +113,10 @@ def correction_quality(
         frame = Frame.of(space, base, current, displacement[None], transport=transport)
         corrected = correction.apply(frame, state)
         state = corrected.state
+        # The descent is a difference of large terms if the step is almost orthogonal to the gradient. It is therefore
+        # computed in float64.
         slope = check_finite("gradient", check_shape("gradient", gradient(current), *current.shape)).double()
+        # These coefficients select the displacement, which the frame has transported, and omit the drift.
         uncorrected = frame.materialize([1.0, 0.0])
         steps = (step.reshape(current.shape).double() for step in (corrected.displacements()[0], uncorrected))
         descents.append([-float(space.inner(current.double(), slope, step)) for step in steps])

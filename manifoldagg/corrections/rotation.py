@@ -1,4 +1,8 @@
-"""Rotation of the middle control point of a curve together with its chord."""
+"""Rotation of the middle control point of a quadratic curve together with its chord.
+
+The chord is the line between the end points of the curve. If a correction moves the end points, the control point must
+follow, so that the curve keeps its shape relative to the chord.
+"""
 
 from typing import Any
 

@@ -1,4 +1,8 @@
-"""The rows of a frame: their inner products, norms and linear combinations."""
+"""The rows of a frame: their inner products, norms and linear combinations.
+
+The rows are the displacements of an update, the drift of the server, and rows that a correction adds. On a flat space,
+they are unevaluated differences of models.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,6 +85,7 @@ class FrameRows:
         r"""$\Theta^t$ as a row; a vector (P,) on a curved space."""
         if self.transporter is not None:
             return self.transporter.base.flatten()
+        # A pseudo-gradient frame stores the drift as base - current, so minuend and subtrahend exchange their roles.
         base: Any = (self.rows if self.is_pseudo_gradient else self.minus)[self.num_displacements]
         return base  # type: ignore[no-any-return]
 
@@ -126,6 +131,7 @@ class FrameRows:
         return torch.float64 if wide else torch.float32
 
     def empty_vector(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate an uninitialised vector (P,) on the device of the rows."""
         current = self.current
         device = current[0].device if isinstance(current, tuple) else current.device
         return in_huge_pages(torch.empty(self.size, dtype=dtype or self.dtype, device=device))
@@ -144,6 +150,7 @@ class FrameRows:
         unmeasured = self.unmeasured if bound is None else {**self.unmeasured, len(self.rows): bound}
         rows = (*self.rows, plus)
         frame = replace(self, rows=rows, minus=(*self.minus, minus), extra=(*self.extra, name), unmeasured=unmeasured)
+        # `replace` does not copy cached attributes. The known bounds are extended, so that no pass is repeated.
         if bound is not None and self.has_norm_bounds:
             frame.__dict__["_norm_bounds"] = [*self.__dict__["_norm_bounds"], bound]
         return frame
@@ -209,11 +216,13 @@ class FrameRows:
                 measured = every
                 inner = self.ambient.gram(self.rows, minus=self.minus, segments=lengths)
             else:
-                # A row minus itself is zero and is not read. An example is the drift of a fresh update.
+                # A row minus itself is zero and is not read. An example is the drift of a fresh update. At least one
+                # row remains, because the kernels need its size and device.
                 measured = [i for i in every if self.rows[i] is not self.minus[i] and i not in self.unmeasured] or [0]
                 rows = self.operands if len(measured) == len(every) else self.operands.select(measured)
                 inner = gram_combine(rows, combinations) if combinations else gram(rows, segments=lengths)
         else:
+            # The metric of a curved leaf is not a dot product, so it needs the tangents themselves.
             inner = self.transporter.gram(torch.stack([self.row(i) for i in range(len(self.rows))]))
             # A curved space always has one matrix per leaf, because each leaf has its own metric.
             inner = inner if per_segment else inner.sum(0, keepdim=True)
@@ -225,6 +234,7 @@ class FrameRows:
             # NaN marks unknown products, so that their accidental use cannot go unnoticed.
             for i in self.unmeasured:
                 parts[:, i] = parts[:, :, i] = math.nan
+            # This pair of indices selects the submatrix of the measured rows.
             parts[:, np.array(measured)[:, None], measured] = products
         result = Gram(parts, self.extra, tuple(self.segments or ()) if per_segment else ())
         # The product of two rows is at most the product of their norms, so a check of the diagonal is sufficient.
@@ -264,6 +274,7 @@ class FrameRows:
         """
         if gram is None or self.unmeasured:
             return self.norm_bound(coefficients)
+        # Rounding can make the squared norm of a small combination negative.
         return math.sqrt(max(float(gram.squared_norm(coefficients)), 0.0))
 
     def split_by_tensor(self: Self, coefficients: Matrix) -> Iterator[tuple[Self, Matrix]]:
@@ -278,11 +289,13 @@ class FrameRows:
             rows = tuple([_tensor_part(row, j, here) for row in self.rows])
             minus = tuple([None if row is None else _tensor_part(row, j, here) for row in self.minus])
             line = coefficients
+            # One row of coefficients, for the whole model or for its only segment, serves all tensors.
             line = line if line.ndim == 1 or len(line) == 1 else line[j : j + 1]
             yield replace(self, rows=rows, minus=minus, segments=None), line.reshape(-1)
             start = stop
 
     def _square_labels(self) -> tuple[str, ...]:
+        """Return the text by which an error message names the squared norm of each row."""
         if self.rows_are_points:
             given = (*(f"points[{i}]" for i in range(self.num_displacements)), "current")
             return (*(f"{name}: squared distance from the base" for name in given), *self.extra)
@@ -353,6 +366,8 @@ class FrameRows:
         if self.ambient.leaves:
             numbers, _, minus = self._resolve_coefficients(coefficients)
             return self.ambient.for_state(self.rows, numbers, minus=minus, dtype=dtype or self.dtype)
+        # Without a target, the kernel returns a row in the form of the first row: a list of tensors, or a vector of its
+        # dtype.
         apart = dtype is not None or isinstance(self.current, tuple)
         return self.combine(None, coefficients, out=self.empty_vector(dtype) if apart else None)
 
@@ -381,6 +396,7 @@ class FrameRows:
 
 
 def _tensor_part(row: Row, j: int, entries: slice) -> Tensor:
+    """Return the entries of a row that belong to tensor j. `entries` is their range in a vector (P,)."""
     return row[j].flatten() if isinstance(row, tuple) else row[entries]
 
 
@@ -400,4 +416,5 @@ def overflow_headroom(point: Row) -> float:
 def _dtype_headroom(dtype: torch.dtype) -> float:
     # max * eps is twice the spacing u of the two largest numbers. An increment below u / 2 is rounded away. Rounding
     # through float32 shifts this limit slightly, so the bound is u / 4.
+    """Return the bound of `overflow_headroom` for one dtype."""
     return torch.finfo(dtype).max * torch.finfo(dtype).eps / 8

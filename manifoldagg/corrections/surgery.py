@@ -1,4 +1,8 @@
-"""Corrections that remove conflicts with the updates of several other clients."""
+"""Corrections that remove conflicts with the updates of several other clients.
+
+`GradientSurgery` removes the component of an update along each row with which it has a negative inner product.
+`Pairwise` removes the whole component in the span of the other updates.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,6 +82,7 @@ class GradientSurgery(Correction):
                     continue
                 # The inner product of the row j with the displacement as it is now, after the projections so far.
                 along = line[: n + 1] @ inner[: n + 1, j]
+                # The projection uses the original row j, not its corrected form, as in Algorithm 1 of the paper.
                 if along < 0:
                     line[j] = line[j] - along / inner[j, j]
         return matrix, state
@@ -224,7 +229,7 @@ def span_coefficients(inner: Any, products: Any, *, tolerance: float = RANK_TOLE
 
 
 def _at_most(a: Any, b: Any) -> bool:
-    """Return whether a ≤ b, or `False` if the numbers cannot be compared."""
+    """Return whether a ≤ b. Symbolic numbers cannot be compared, and the result for them is `False`."""
     try:
         return bool(a <= b)
     except TypeError:

@@ -1,4 +1,8 @@
-"""Transport of tangent vectors on curved spaces, from the base of an update to the current point."""
+"""Transport of tangent vectors on curved spaces, from the base of an update to the current point.
+
+On a curved space, tangent vectors at different points cannot be added. A frame therefore transports all vectors to the
+current model of the server.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,6 +129,7 @@ class Transporter:
         Args:
             displacements: $v$ (n, *shape), tangents at the base.
         """
+        # On a curved space, the transported displacement minus the drift would have an error of third order.
         reached = self.space._exp(self.base.expand_as(displacements), displacements)
         return self.log(reached, "displacements: the points reached")
 
@@ -145,6 +150,11 @@ class Transporter:
         return torch.stack(grams)
 
     def _transport(self, start: Tensor, end: Tensor, u: Tensor) -> Tensor:
+        """Transport tangents (n, *shape) from one point to another, leaf by leaf.
+
+        Raises:
+            ArgumentError: if a result is not finite.
+        """
         carried = []
         for leaf, kind in zip(self.leaves, self.transports, strict=True):
             v = leaf.select(u)

@@ -40,6 +40,7 @@ def check_barycentric(coordinates: Any, n: int) -> Tensor:
     if needs_autograd_path([values]):
         return x
     sums = values.sum(-1)
+    # The negated comparisons are also true for NaN.
     for what, checked, invalid in (
         ("coordinates >= 0, got", values, ~(values >= -tolerance)),
         ("coordinates that sum to 1, got a sum of", sums, ~((sums - 1).abs() <= tolerance)),

@@ -79,6 +79,8 @@ def refreshed_buffers(
     # The replacements are reset and then updated, so the buffers of the model itself do not change.
     fresh = loss.with_buffers()
     for norm in norms:
+        # Without a momentum, the first batch has the weight 1 / (number of batches so far) = 1. It replaces the initial
+        # values, as long as the counter starts at 0.
         for buffer, value in ((norm.running_mean, 0), (norm.running_var, 1), (norm.num_batches_tracked, 0)):
             if buffer is not None:
                 fresh.replacement_of(buffer).fill_(value)
@@ -86,6 +88,7 @@ def refreshed_buffers(
     read = False
     with evaluation_mode(loss.model), torch.no_grad():
         for norm in norms:
+            # Only in training mode does a layer compute the statistics of a batch.
             norm.training = True
             # If the momentum is None, BatchNorm computes the arithmetic mean over the batches.
             norm.momentum = None
@@ -125,11 +128,16 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _no_loss(output: Any, target: Any) -> Tensor:
-    # Only the outputs of the layers are needed, so the loss is never evaluated.
+    """Stand in for the criterion of a loss. It is never called, because only the outputs of the layers are needed."""
     raise NotImplementedError
 
 
 def _call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments with which a batch calls the model.
+
+    Raises:
+        ArgumentError: if the batch has an unsupported type.
+    """
     if isinstance(batch, Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping):

@@ -206,6 +206,7 @@ def find_sign_change(
 
 @lru_cache(maxsize=64)
 def _binomials(n: int) -> tuple[int, ...]:
+    """Return the binomial coefficients C(n, 0), ..., C(n, n)."""
     return tuple(math.comb(n, i) for i in range(n + 1))
 
 

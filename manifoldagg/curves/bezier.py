@@ -1,4 +1,8 @@
-"""Bézier curves of any degree."""
+"""Bézier curves of any degree.
+
+A curve of degree n is defined by n + 1 control points. On a flat space, its points are weighted sums of the control
+points. On a curved space, de Casteljau's algorithm interpolates along geodesics.
+"""
 
 import abc
 import math
@@ -116,6 +120,7 @@ class BezierSpline(CurveEmbedding):
         def speed(t: Tensor) -> Tensor:
             piece, s = self._locate(t.cpu())
             each = inner[0] if self.pieces == 1 else inner[piece]
+            # The first two factors convert differences of control points to velocities of the whole curve.
             return self.pieces * n * sqrt_quadratic_form(each, basis(n - 1, s)).to(t.device)
 
         return speed
@@ -340,7 +345,8 @@ class Bezier(BezierSpline):
         # The solution is linear in the points. Solving for the unit vectors gives coefficients, and one combination per
         # control point reads the points.
         target = torch.eye(len(points), dtype=torch.float64)
-        # Fixed end points are known, so their contribution is subtracted from the data.
+        # Fixed end points are known, so their contribution is subtracted from the data. The check of the rank
+        # above ensures that the least-squares solution is unique.
         if fixed_ends:
             target[:, 0] -= design[:, 0]
             target[:, -1] -= design[:, -1]
@@ -375,6 +381,7 @@ class Bezier(BezierSpline):
         batch = point.shape[: point.ndim - len(self.space.shape)]
         rows = list(phi.flatten(1))
         # The squared distance is a quadratic form in the Bernstein weights, whose matrix is the Gram matrix of φ_i - p.
+        # The kernel forms the differences φ_i - p before it multiplies them, so small differences keep their digits.
         squares = [gram([row.detach() for row in rows], minus=p.detach())[0] for p in points]
         if not all(map(is_finite, squares)):
             raise ArgumentError("phi, point: expected values with finite squares in float64, got NaN or infinity")
@@ -404,6 +411,7 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
     """
     # The axis of the control points counts from the end, because a batch of polygons has further axes before it.
     axis = -1 - len(space.shape)
+    # Each level shortens the polygon by one point, until only the point of the curve is left.
     s = t.double().reshape(*t.shape, *(1 for _ in range(-axis)))
     while (n := polygon.shape[axis]) > 1:
         start = polygon.narrow(axis, 0, n - 1)
@@ -414,6 +422,7 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
 
 def weighted_sum(weights: Float[Tensor, "*batch k"], points: Float[Tensor, "k ..."]) -> Float[Tensor, "..."]:
     """Compute weighted sums (*batch, *shape) of points (k, *shape) in the dtype of the points, even under autocast."""
+    # Autocast would round the operands of the matrix product to half precision.
     with torch.autocast(points.device.type, enabled=False):
         sums = weights.to(points.dtype) @ points.reshape(len(points), math.prod(points.shape[1:]))
     return sums.reshape(*weights.shape[:-1], *points.shape[1:])

@@ -1,4 +1,7 @@
-"""Simplicial complexes: embeddings that consist of simplices with shared vertices."""
+"""Simplicial complexes: embeddings that consist of simplices with shared vertices.
+
+A simplex is the convex hull of its vertices, which are models.
+"""
 
 import itertools
 import math
@@ -58,6 +61,7 @@ class Complex(Hull):
     faces: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        # The constructor of a simplex raises an error if the space is not a manifold.
         Simplex(self.space, 1)
         if not (isinstance(self.faces, tuple) and self.faces and all(isinstance(f, tuple) and f for f in self.faces)):
             raise ArgumentError(
@@ -202,6 +206,7 @@ class Complex(Hull):
         self._check_phi(phi)
         candidates = []
         distances = []
+        # The nearest point of a union is the nearest of the nearest points of its parts.
         for face in self.faces:
             x, distance = Simplex(self.space, len(face)).nearest(phi[list(face)], point)
             index = torch.tensor(face, device=x.device)
@@ -260,6 +265,7 @@ class Complex(Hull):
         return self.log_volumes(phi.detach()).softmax(0).nan_to_num(0.0)
 
     def _check_equal_dimensions(self) -> None:
+        """Raise an `ArgumentError` if the faces have different dimensions, because their volumes cannot be added."""
         sizes = sorted({len(face) - 1 for face in self.faces})
         if len(sizes) > 1:
             raise ArgumentError(f"faces: expected faces of one dimension, whose volumes add up, got dimensions {sizes}")

@@ -97,6 +97,7 @@ class Control:
 
     @torch.no_grad()
     def initialize(self, space: Manifold, phi: Tensor) -> None:
+        """Set the inner control points of `phi` (size, *space.shape) to their initial values, in place."""
         last = len(phi) - 1
         for i in range(1, last):
             if self.start == "base":
@@ -157,6 +158,7 @@ class FreePoints:
             # The end point also moves the inner points along the chord, so its gradient includes their derivatives.
             # The vector-Jacobian product of `_assemble` computes all gradients.
             pulled = torch.func.vjp(self._assemble, self.phi[0], self.phi[-1], self.shift.detach())[1](derivative)
+            # The result is in the order of the arguments: start, end, displacements. The points are in the order of φ.
             pulled = torch.cat([pulled[0].unsqueeze(0), pulled[2], pulled[1].unsqueeze(0)])
         for (a, b), parameter in self.inner.items():
             parameter.grad = pulled[a:b]
@@ -172,6 +174,7 @@ class FreePoints:
                 self.phi[1:-1] = self._assemble(self.phi[0], self.phi[-1], self.shift)[1:-1]
 
     def _assemble(self, start: Tensor, end: Tensor, shift: Tensor) -> Tensor:
+        """Compute the control points from the ends and from the displacements of the inner points from the chord."""
         chord = end - start
         # Float64 avoids overflow and underflow of the squares of float32 entries.
         square = chord.double() @ chord.double()
@@ -181,6 +184,7 @@ class FreePoints:
         return torch.cat([start.unsqueeze(0), self._chord(start, end) + bent, end.unsqueeze(0)])
 
     def _chord(self, start: Tensor, end: Tensor) -> Tensor:
+        """Return the equally spaced inner points of the chord from `start` to `end`."""
         last = len(self.phi) - 1
         return torch.stack([torch.lerp(start, end, i / last) for i in range(1, last)])
 
@@ -216,6 +220,7 @@ def initial_points(
 
 
 def _index_intervals(indices: list[int]) -> list[tuple[int, int]]:
+    """Return the half-open intervals of consecutive indices in an ascending list."""
     starts = [i for i in indices if i - 1 not in indices]
     ends = [i + 1 for i in indices if i + 1 not in indices]
     return list(zip(starts, ends, strict=True))

@@ -233,6 +233,7 @@ def chord_ratio(profile: Barrier) -> float:
         >>> round(chord_ratio(barrier(Bezier(Flat(2)), phi, ridge, by="length")), 3)
         1.396
     """
+    # A ratio of losses has no meaning if a loss can be 0 or negative.
     low = min(profile.losses.min().item(), profile.chord.min().item())
     if low <= 0:
         raise ArgumentError(f"profile: expected positive losses, got {low:g}")
@@ -289,6 +290,7 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
         curve = replace(curve, space=Flat(phi.shape[1]))  # type: ignore[type-var]  # every curve is a dataclass
         sharpest = [max_curvature(phi)[0]] if isinstance(curve, Bezier) and min_speed(phi)[1] > min_norm else []
     grid = torch.linspace(0, 1, points, dtype=torch.float64, device=phi.device)
+    # `unique` also sorts the parameters.
     parameters = torch.cat([grid, grid.new_tensor(sharpest)]).unique()
     with torch.no_grad():
         speed, turning = _turning_rate(curve, phi, parameters, min_norm)
@@ -303,6 +305,7 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
 
 
 def _value(function: Callable[[Tensor], float], point: Tensor, label: str) -> float:
+    """Evaluate the function at a point, and check that the result is a finite number."""
     return check_number(f"function at {label}", function(point))
 
 

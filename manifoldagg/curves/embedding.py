@@ -58,6 +58,7 @@ class Embedding(abc.ABC):
         Raises:
             ArgumentError: if the embedding is not a dataclass with the field `space`, and `space` is another space.
         """
+        # Only a field of the constructor can be replaced. The space of a tunnel, for example, follows from its curve.
         template: Any = self
         if "space" in {field.name for field in getattr(self, "__dataclass_fields__", {}).values() if field.init}:
             moved: Embedding = replace(template, space=space)
@@ -142,6 +143,7 @@ class Embedding(abc.ABC):
         unit = torch.eye(self.domain[0], dtype=x.dtype, device=x.device) if self.domain else x.new_ones(1)
         columns = [self.push(phi, x, e.expand(x.shape)) for e in unit]
         point = self(phi, x)
+        # The metric of the space can depend on the point, so a Gram matrix of the columns alone is not sufficient.
         rows = [[self.space._inner(point, a, b) for b in columns] for a in columns]
         return torch.stack([torch.stack(row, -1) for row in rows], -2).reshape(*batch, len(unit), len(unit))
 
@@ -150,6 +152,7 @@ class Embedding(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no form with fixed control points")
 
     def _check_phi(self, phi: Tensor) -> None:
+        """Check that the embedding has a space, and that `phi` has the shape (size, *space.shape)."""
         self._require_space()
         check_shape("phi", phi, self.size, *self.space.axes)
 

@@ -1,4 +1,8 @@
-"""The path of an embedding from its start to its end point, as a curve."""
+"""The path of an embedding from its start to its end point, as a curve.
+
+A tunnel or a simplex has several dimensions. The path is the curve in it that leads from the first to the last control
+point.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,8 @@
-"""Fitting of embeddings by stochastic gradient steps on their control points, in two phases."""
+"""Fitting of embeddings by stochastic gradient steps on their control points, in two phases.
+
+An embedding is a curve, a simplex or a tunnel of models. The first phase trains its last control point, and the second
+phase trains all free control points.
+"""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -65,6 +69,7 @@ class Training:
             )
         check_number("rate", self.rate, above=0)
         check_proximal(self.proximal)
+        # A class also has the method of the protocol, so it would pass the second test.
         given = self.sharpness
         if given is not None and (isinstance(given, type) or not isinstance(given, Sharpness)):
             raise ArgumentError(f"sharpness: expected SAM, ASAM or None, got {short_repr(given)}")
@@ -257,6 +262,7 @@ def fit(
             learner.set_gradients(slope)
         losses.append(value)
         optimizer.step()
+        # This sets the gradients to `None`, so the optimiser skips points that the next step does not train.
         optimizer.zero_grad()
         schedule.record(value)
         if phase == 0 and phases.watch is not None:
@@ -271,6 +277,7 @@ def fit(
     learner.refresh()
     if not is_finite(points):
         raise DivergenceError("phi: expected finite control points, got NaN or infinity although all losses are finite")
+    # The result and the state must not share memory, because a caller may modify the result.
     state = {
         "phi": points.clone(),
         "shift": None if learner.shift is None else learner.shift.detach().clone(),
@@ -286,7 +293,7 @@ def fit(
 class _Objective:
     """The objective of a fit.
 
-    Its values are the pure losses, but its derivatives also include the proximal and volume terms.
+    The values are the losses without regularisers. The derivatives also include the proximal term and the volume term.
     """
 
     curve: Embedding
@@ -296,6 +303,11 @@ class _Objective:
     volume: float
 
     def at(self, theta: Tensor, batch: Any, step: int) -> tuple[float, Tensor]:
+        """Compute the loss at the point `theta`, and the derivative of the loss and the proximal term.
+
+        Raises:
+            DivergenceError: if the loss is not finite. On a curved space, also if the derivative is not finite.
+        """
         space = self.curve.space
         value, slope = sharpness_aware_gradient(space, self.loss, theta, batch, self.training.sharpness)
         if not torch.isfinite(value):
@@ -314,6 +326,7 @@ class _Objective:
         """Compute the weighted mean of the losses at several coordinates, and its derivative with respect to `phi`."""
         mean = 0.0
         total = torch.zeros(())
+        # One coordinate after another is evaluated, so only one model and its activations are in memory.
         for k, (weight, x) in enumerate(coordinates):
             value, slope = self.at(self.curve(phi, x), batch, step)
             # A weight of 1 needs no copy of the gradient.
@@ -324,6 +337,11 @@ class _Objective:
 
 
 def _log_volume_gradient(embedding: Any, phi: Tensor) -> Tensor:
+    """Compute the derivative of the log-volume of an embedding with respect to its control points.
+
+    Raises:
+        ArgumentError: if the log-volume is not finite.
+    """
     with torch.enable_grad():
         leaf = phi.detach().requires_grad_()
         value = embedding.log_volume(leaf)
@@ -339,6 +357,11 @@ def _restore(
     state: Mapping[str, Any], learner: FreePoints, optimizer: torch.optim.Optimizer, generator: torch.Generator | None
 ) -> None:
     # `load_state_dict` keeps references to the tensors, which the fit would modify in the caller's state.
+    """Restore the optimiser, the displacements and the generator from the state of an earlier fit.
+
+    Raises:
+        ArgumentError: if the state belongs to a fit with other arguments.
+    """
     saved = copy.deepcopy(state["optimizer"])
     try:
         if (state["shift"] is None) != (learner.shift is None):

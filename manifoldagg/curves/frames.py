@@ -1,4 +1,8 @@
-"""Moving frames along a Bézier curve on a flat space."""
+"""Moving frames along a Bézier curve on a flat space.
+
+A moving frame consists of orthonormal vectors that are orthogonal to the curve at each of its points. A tunnel uses
+these vectors as the axes of its cross-sections.
+"""
 
 import numpy as np
 import torch

@@ -176,9 +176,11 @@ class CurveEmbedding(Embedding):
         return phi.flip(0)
 
     def _speed(self, phi: Tensor) -> Speed:
+        """Return a function that computes the speed of the curve at given parameters."""
         return lambda t: norm(self.space, *self._point_and_velocity(phi, t)).to(t.device)
 
     def _point_and_velocity(self, phi: Tensor, t: Parameter) -> tuple[Tensor, Tensor]:
+        """Compute points (*batch, *space.shape) of the curve and the velocities there, by one jvp."""
         self._check_phi(phi)
         # Forward mode does not accept a tensor whose entries share memory, such as an expanded one.
         parameter = as_parameter(t, phi).contiguous()
@@ -194,6 +196,8 @@ class CurveEmbedding(Embedding):
         return point.reshape(-1, *point.shape[point.ndim - len(self.space.shape) :])
 
     def _search(self, phi: Tensor, points: Tensor) -> Tensor:
+        # The grid includes both ends, where the nearest point need not be orthogonal to the curve.
+        """Return the parameters (m,) of the nearest points of the curve to the points (m, *space.shape)."""
         grid = torch.linspace(0, 1, SEARCH_SAMPLES * self.size + 1, dtype=torch.float64, device=phi.device)
         samples = self(phi, grid)
         shape = (len(points), len(grid), *points.shape[1:])
@@ -206,6 +210,8 @@ class CurveEmbedding(Embedding):
             center, velocity = self._point_and_velocity(phi, t)
             return self.space._inner(center, self.space._log(center, points), velocity)
 
+        # The squared distance decreases along the curve as long as this inner product is positive, so a minimum is a
+        # change from positive to negative.
         t = find_sign_change(decrease, grid[(k - 1).clamp(min=0)], grid[(k + 1).clamp(max=len(grid) - 1)])
         # If there are several minima between the neighbours, the root can be farther away than the sample.
         closer = distance(self.space, points, self(phi, t)) < distance(self.space, points, self(phi, best))

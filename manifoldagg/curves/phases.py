@@ -106,6 +106,7 @@ class Schedule:
         self.batches = batches
         self.phases = phases
         self.generator = generator
+        # The lists of the progress are modified in place, so the state of the caller is copied.
         self.progress = _Progress(**copy.deepcopy(dict(resume or {})))
         if not phases.alternate and self.progress.steps[1] and not self._finished(0):
             raise ArgumentError("resume: expected a first phase of the same length, got a longer one after its end")
@@ -180,6 +181,8 @@ class Schedule:
             now.position += 1
             now.steps[now.phase] += 1
             yield now.phase, batch
+            # A limit in steps can end a phase within a pass. The position then remains, so that a resumed fit continues
+            # this pass.
             if now.done[now.phase] or (self.phases.steps is not None and self._finished(now.phase)):
                 return
         if now.position == 0:
@@ -188,10 +191,12 @@ class Schedule:
         now.position = 0
 
     def _finished(self, phase: int) -> bool:
+        """Return whether a phase has reached its limit or a plateau."""
         counted = self.progress.passes if self.phases.steps is None else self.progress.steps
         return self.progress.done[phase] or counted[phase] >= self.phases.limits[phase]
 
     def _rewind(self, state: Tensor | None) -> None:
+        """Set the generator to an earlier state, if there is a generator and a stored state."""
         if self.generator is not None and state is not None:
             self.generator.set_state(state)
 
@@ -206,6 +211,6 @@ class _Progress:
     mean: list[float | None] = field(default_factory=lambda: [None, None])
     best: list[float] = field(default_factory=lambda: [math.inf, math.inf])
     stale: list[int] = field(default_factory=lambda: [0, 0])
-    phase: int = -1
+    phase: int = -1  # before the first step
     position: int = 0
     opening: Tensor | None = None

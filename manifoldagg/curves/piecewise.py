@@ -1,4 +1,7 @@
-"""Curves of several Bézier pieces, joined end to end."""
+"""Curves of several Bézier pieces, joined end to end.
+
+A curve of many pieces can follow a long path more closely than a single piece of the same degree.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,7 @@
-"""The plane through a curve, and the loss landscape in this plane."""
+"""The plane through a curve, and the loss landscape in this plane.
+
+The plane contains both ends of the curve and the control point that is farthest from the line between them.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -163,7 +166,7 @@ def plane(
         raise ArgumentError("phi: expected points that span a plane, got equal ends or control points on one line")
     low, high = control.aminmax(dim=0)
     extent = high - low
-    # The second term widens a flat box to the minimum aspect ratio.
+    # The first term is equal for both axes. The second term widens a flat box to the minimum aspect ratio.
     border = margin * extent.max() + (MIN_ASPECT_RATIO * extent.max() - extent).clamp(min=0) / 2
     x, y, values = view.grid(function, phi.dtype, low - border, high + border, resolution)
     t = torch.linspace(0, 1, PATH_SAMPLES, dtype=torch.float64, device=phi.device)
@@ -202,6 +205,7 @@ class View:
         center = points[0]
         centers = center.expand_as(points)
         logs = space._log(centers, points)
+        # The tolerance is relative to the size of the curve, so the result does not depend on the unit of length.
         lengths = norm(space, centers, logs)
         tolerance = RANK_TOLERANCE * lengths.max()
         # A closed curve has no chord. Its first axis points to the farthest point instead.
@@ -241,6 +245,7 @@ class View:
 
         def value(a: float, b: float) -> float:
             point = self.space._exp(self.center, a * self.axes[0] + b * self.axes[1])
+            # The function gets the dtype of the models, because a loss may not accept float64.
             return function(point.to(dtype))
 
         # Rows belong to y and columns to x, as matplotlib expects.

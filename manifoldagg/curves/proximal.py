@@ -1,4 +1,8 @@
-"""Proximal terms, which penalise the distance of a model from the start of training."""
+"""Proximal terms, which penalise the distance of a model from the start of training.
+
+FedProx and related methods add such a term to the loss of a client, so that its model stays close to the model of the
+server.
+"""
 
 from typing import Protocol, runtime_checkable
 
@@ -41,6 +45,7 @@ def check_proximal(proximal: float | ProximalTerm) -> None:
     Raises:
         ArgumentError: if `proximal` is neither.
     """
+    # A class has the method of the protocol too, so `isinstance` alone would accept a class in place of an object.
     if isinstance(proximal, type) or not isinstance(proximal, int | float | ProximalTerm):
         raise ArgumentError(
             f"proximal: expected a number >= 0 or an object with `gradient`, got {short_repr(proximal)}"

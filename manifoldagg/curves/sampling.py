@@ -1,4 +1,8 @@
-"""Sampling of the coordinates at which a fit evaluates an embedding for each batch."""
+"""Sampling of the coordinates at which a fit evaluates an embedding for each batch.
+
+An embedding, such as a curve, maps coordinates to models. For each batch, the fit averages the loss over one or more
+coordinates.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,6 +93,7 @@ class Sampling:
         if self.kind == "length":
             device = None if generator is None else generator.device
             fractions = torch.rand(self.samples, generator=generator, dtype=torch.float64, device=device)
+            # A uniform fraction of the length gives a point that is uniform on the curve.
             parameters = embedding.parameter_at_length(phi, fractions)  # type: ignore[attr-defined]  # a curve
             yield from ((1 / self.samples, t) for t in parameters.tolist())
             return

@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 CHUNK_SIZE = 1 << 16
+"""The number of entries of each control point that one QR decomposition of `coordinates` reads."""
 
 REFINEMENT_WIDTH = 1e-6
 """The maximum length of a Newton refinement step. A longer step shows that the start is not close to a root."""
@@ -201,11 +202,13 @@ def unit(v: Float64[Tensor, "*b k"]) -> Float64[Tensor, "*b k"]:
 
 
 def _gram(a: Tensor, b: Tensor) -> list[float]:
+    """Compute the Bernstein coefficients of the inner product of two curves with the control points `a` and `b`."""
     coefficients: list[float] = product_coefficients((a @ b.mT).tolist())
     return coefficients
 
 
 def _multiply(p: list[float], q: list[float]) -> list[float]:
+    """Compute the Bernstein coefficients of the product of two polynomials in Bernstein form."""
     return product_coefficients([[a * b for b in q] for a in p])
 
 

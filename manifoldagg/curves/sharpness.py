@@ -1,4 +1,7 @@
-"""Sharpness-aware minimisation, which finds flat minima because it evaluates gradients at an ascent point."""
+"""Sharpness-aware minimisation, which finds flat minima because it evaluates gradients at an ascent point.
+
+The ascent point is a nearby point at which the loss is approximately maximal.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -150,7 +153,13 @@ def sharpness_aware_gradient(
 
 
 def _loss_and_derivative(loss: Callable[[Tensor, Any], Tensor], theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    """Compute the loss at `theta` and its derivative, both detached from the autograd graph.
+
+    Raises:
+        ArgumentError: if the loss is not a scalar that depends on `theta`.
+    """
     with torch.enable_grad():
+        # A detached copy is a leaf of its own, so the derivative is not added to the gradient of the caller's tensor.
         theta = theta.detach().requires_grad_()
         value = loss(theta, batch)
         if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):

@@ -1,4 +1,7 @@
-"""Simplices, which are convex hulls of models, with volumes, nearest points and ensembles."""
+"""Simplices, which are convex hulls of models, with volumes, nearest points and ensembles.
+
+A point of a simplex is a weighted mean of its vertices. The weights are called barycentric coordinates.
+"""
 
 import math
 from collections.abc import Callable
@@ -74,6 +77,7 @@ class Hull(Embedding):
         self._check_phi(phi)
         weights = self.weights(x).to(phi.device)
         check_shape("w", w, *weights.shape[:-1], *self.space.shape)
+        # The sum over a batch is accumulated in float64 and rounded once.
         rows = w.double().reshape(weights.shape[:-1].numel(), phi[0].numel())
         return (weights.reshape(len(rows), self.size).mT @ rows).to(phi.dtype).reshape(phi.shape)
 
@@ -128,7 +132,7 @@ class Hull(Embedding):
         return (total / num_draws).to(prediction.dtype)
 
     def _curved_mean(self, phi: Tensor, x: Coordinates, weights: Tensor) -> Tensor:
-        """Compute the Karcher means on a curved space."""
+        """Compute the weighted Karcher means of the control points on a curved space."""
         points = phi.expand(*weights.shape[:-1], *phi.shape)
         return weighted_mean(self.space, points.double(), weights).to(phi.dtype)
 
@@ -326,7 +330,7 @@ class Simplex(Hull):
         return heights / torch.arange(1, self.vertices, device=inner.device), nondegenerate
 
     def _edge_gram(self, phi: Tensor) -> Tensor:
-        """Compute the Gram matrix (k, k) of the edges."""
+        """Compute the Gram matrix (k, k) of the edges from the first vertex to the other vertices."""
         self._require_flat("volumes")
         self._check_phi(phi)
         rows = phi.flatten(1)
@@ -336,6 +340,7 @@ class Simplex(Hull):
         return inner
 
     def _require_flat(self, operation: str) -> None:
+        """Raise an `ArgumentError` if the space is curved, where `operation` has no closed form."""
         if not self.space.flat:
             raise ArgumentError(f"space: expected a flat space for {operation}, got {self.space}")
 
@@ -356,13 +361,14 @@ def _nearest_on_simplex(vertices: Tensor, target: Tensor) -> Tensor:
     """
     x = torch.zeros_like(vertices.sum(-1)).index_fill(0, (vertices - target).square().sum(-1).argmin(), 1.0)
     scale = math.sqrt(vertices.square().sum(-1).max().item() + target.square().sum().item())
+    # A distance below the rounding error of the coordinates counts as 0.
     while (gap := x @ vertices - target).norm() > EPS * scale:
         slopes = vertices @ gap
-        # In a thin simplex, rounding errors can hide that a step towards a vertex is a descent. The tolerance includes
-        # such vertices as candidates. A step is accepted only if it improves the objective.
-        # Only vertices outside of the face can improve the minimum over the face.
+        # Only vertices outside of the face can improve the minimum over the face. In a thin simplex, rounding errors
+        # can hide that a step towards a vertex is a descent, so the tolerance includes such vertices as candidates.
         candidate = (x == 0) & (slopes <= x @ slopes + 8 * len(x) * EPS * scale**2)
         trials = (_add_vertex_to_face(vertices, target, x, i) for i in slopes.argsort().tolist() if candidate[i])
+        # A step is accepted only if it decreases the distance. The number of faces is finite, so the iteration ends.
         better = next((y for y in trials if (y @ vertices - target).norm() < gap.norm()), None)
         if better is None:
             break
@@ -382,13 +388,15 @@ def _add_vertex_to_face(vertices: Tensor, target: Tensor, x: Tensor, vertex: int
         # The minimum over the affine hull of the face is an unconstrained least-squares problem in the edges.
         edges = (vertices[others] - vertices[first]).mT
         best = torch.zeros_like(x)
+        # The driver `gelsd` uses an SVD, so it also solves problems without full rank.
         if others:
             best[others] = torch.linalg.lstsq(edges, (target - vertices[first])[:, None], driver="gelsd").solution[:, 0]
         best[first] = 1 - best.sum()
         blocked = face & (best <= 0)
         if not bool(blocked.any()):
             return best
-        # The step ends where the first coordinate becomes 0. This vertex leaves the face.
+        # The step ends where the first coordinate becomes 0. This vertex leaves the face. The clamp avoids 0 / 0 for a
+        # vertex that has just been added.
         fractions = torch.where(blocked, x / (x - best).clamp(min=TINY), math.inf)
         face = face & (fractions > fractions.min())
         x = torch.where(face, (x + fractions.min() * (best - x)).clamp(min=0), 0.0)

@@ -140,12 +140,17 @@ class PathFit:
         return points
 
     def _displacement(self, point: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the displacement of a point from the start, as a minuend and a subtrahend for the kernels.
+
+        On a curved space, it is a logarithm, which has no subtrahend.
+        """
         if self.space.flat:
             return point.flatten(), self.start.flatten()
         return self.space._log(self.start, point).flatten(), None
 
     def _exp_projected(self, tangent: Tensor) -> Tensor:
         # The combination of tangents is rounded, so the point is projected back to the manifold.
+        """Compute the exponential of a tangent at the start, and project the result to the manifold."""
         point = self.space._exp(self.start, tangent)
         return self.space._project(point) if "project" in self.space.capabilities else point
 
@@ -170,12 +175,14 @@ class PathFit:
         return [(1.0, weight) for weight in weights(self.degree, u)[1:-1]]
 
     def _solution_weights(self) -> Float64[Tensor, "free terms"]:
-        """Return the coefficients of each free control point: that of the chord, followed by those of the sums."""
+        """Return the coefficients of each free control point: first of the chord, then of the stored sums."""
         n = self.degree
         coefficients = torch.zeros(n - 1, 1 + len(self._sums), dtype=torch.float64)
         coefficients[:, 0] = torch.arange(1, n, dtype=torch.float64) / n
         if n == 1 or not 0 < self._parameters[-1] < math.inf:
             return coefficients
+        # The design matrix has one row per observed point, but depends only on the parameters, which are stored
+        # numbers.
         u = torch.tensor(self._parameters, dtype=torch.float64) / self._parameters[-1]
         design = basis(n, u)[:, 1:-1]
         # If the points do not determine the curve, the coefficients remain those of the chord.
@@ -228,6 +235,7 @@ class PathPoints:
     def observe(self, point: Float[Tensor, "..."]) -> None:
         """Add the next point (*space.shape). The point is not modified, and it is copied if it is a vertex."""
         m = self.pieces
+        # Vertex i is the path at the position i K / m. This comparison of integers has no rounding error.
         while self._found < m and (self._found + 1) * self.steps <= (self._num_observed + 1) * m:
             # In units of 1/m, the position between two points is an exact integer.
             ahead = (self._found + 1) * self.steps - self._num_observed * m
@@ -265,6 +273,7 @@ def check_path(degree: int, time: str) -> None:
 
 
 def _check_num_observed(num_observed: int, steps: int) -> None:
+    """Raise an `ArgumentError` if the number of observed points differs from the expected number."""
     if num_observed != steps:
         raise ArgumentError(f"steps: expected {steps} observed points, got {num_observed}")
 

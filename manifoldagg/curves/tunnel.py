@@ -214,7 +214,8 @@ class Tunnel(Embedding):
         if r == 0:
             return 0.0
         t, speed = min_speed(control)
-        # A velocity below its rounding error has no reliable direction, so the normal space is undefined.
+        # A velocity below its rounding error has no reliable direction, so the normal space is undefined. The velocity
+        # is the degree times differences of two control points, each of which has this rounding error.
         if speed <= 2 * self.curve.degree * rounding_error(phi):
             raise ArgumentError(_no_velocity(t))
         self._form.check_span(phi, control)
@@ -302,7 +303,8 @@ class Tunnel(Embedding):
         off = orthogonal.norm(dim=-1, keepdim=True)
         t, normal, distances = nearest_normal_disk(control, within_span, r, off, fills=self._form.fills_normal_space)
         xi = self._form.normal_coordinates(control, t, normal, normal @ axes + orthogonal)
-        # A point outside of the tunnel is mapped to the boundary of its disk.
+        # A point outside of the tunnel is mapped to the boundary of its disk. The vector is scaled only if it is too
+        # long, so a point inside the tunnel keeps its coordinates.
         size = xi.norm(dim=-1, keepdim=True)
         xi = torch.where(size > r, r / size, torch.ones_like(size)) * xi
         if r > 0:
@@ -341,6 +343,7 @@ class Tunnel(Embedding):
 
         # At a foot, the tangential component changes its sign. Both ends of the curve are candidates as well.
         grid = torch.linspace(0, 1, NUM_CELLS + 1, dtype=torch.float64, device=phi.device)
+        # Every point of the batch has its own copy of the grid, because each search moves to its own parameters.
         grid = grid.reshape(-1, *(1 for _ in batch)).repeat(1, *batch)
         t = find_sign_change(lambda t: tangential_component_and_distance(t)[0], grid[:-1], grid[1:])
         component, size = tangential_component_and_distance(torch.cat([grid[:1], t, grid[-1:]]))
@@ -387,12 +390,14 @@ class Tunnel(Embedding):
         return torch.cat([t[..., None].to(xi), xi], -1)
 
     def _check_sampling(self, phi: Tensor, generator: Generator, *, validate: bool = True) -> torch.Generator:
+        """Check the control points of a tunnel, and return the given generator or the default generator of torch."""
         self._check_phi(phi)
         if self.space.flat and validate:
             self.check(phi)
         return torch.default_generator if generator is None else generator
 
     def _split(self, x: Coordinates) -> tuple[Tensor, Tensor]:
+        """Split coordinates (*batch, *domain) into the float64 parameters t and the vectors ξ."""
         if not isinstance(x, Tensor):
             raise ArgumentError(f"x: expected a tensor of trailing shape {self.domain}, got {short_repr(x)}")
         check_shape("x", x, *self.domain, batch=True)
@@ -405,7 +410,7 @@ class Tunnel(Embedding):
 
 @dataclass(frozen=True)
 class _AmbientForm:
-    """The ambient form, in which ξ is a tangent vector normal to the curve.
+    """The coordinates of a tunnel in ambient form, where ξ is a tangent vector normal to the curve.
 
     Each form defines:
 
@@ -480,7 +485,9 @@ class _AmbientForm:
 
 @dataclass(frozen=True)
 class _SubspaceForm:
-    """The subspace form, in which ξ contains coordinates in a moving frame, in units of the chord length.
+    """The coordinates of a tunnel in subspace form, where ξ contains components in a moving frame.
+
+    The components are in units of the chord length.
 
     The frame is orthonormal, orthogonal to the curve, and in the span of the control points.
     """
@@ -542,6 +549,7 @@ class _SubspaceForm:
             )
 
     def _ball(self, tail: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw uniform points of the ball of radius ε in n - 1 dimensions."""
         z = torch.randn(
             *tail.shape, self.num_coordinates, generator=generator, dtype=tail.dtype, device=generator.device
         )
@@ -550,10 +558,12 @@ class _SubspaceForm:
 
     def _frame(self, control: Tensor, t: Tensor) -> Tensor:
         # The first axis of the span is parallel to b'(0), so the other axes are normal to the curve at t = 0.
+        """Compute the rotation-minimising frame at the parameters `t`, as columns in the span of the control points."""
         start = torch.eye(control.shape[1]).to(control)[:, 1:]
         return rotation_minimising(control, t, start=start, steps=self.steps)
 
     def _offset_in_span(self, phi: Tensor, control: Tensor, t: Tensor, xi: Tensor) -> Tensor:
+        """Compute the vector from the curve to the point (t, ξ), in the span of the control points."""
         self.check_span(phi, control)
         return torch.mul(self.chord_scale(control), (self._frame(control, t) @ xi.double()[..., None]).squeeze(-1))
 
@@ -562,10 +572,12 @@ FORMS: dict[str, type[_AmbientForm | _SubspaceForm]] = {"ambient": _AmbientForm,
 
 
 def _chord(space: Manifold, phi: Tensor) -> float:
+    """Return the length of the chord from the first to the last control point, in float64."""
     return float(distance(space, phi[0].double(), phi[-1].double()))
 
 
 def _no_velocity(t: float) -> str:
+    """Return the error message for a curve whose velocity is 0 at the parameter `t`."""
     return (
         f"phi: expected a curve with a velocity other than 0, got 0 at t = {t:.6g}, where the normal space is undefined"
     )
@@ -594,7 +606,8 @@ def ball_scale(size: Float64[Tensor, "*b"], tail: Float64[Tensor, "*b"]) -> Floa
 
     The factor also depends on an exponential variable, which is computed from a uniform random number `tail` in [0, 1).
     """
-    # -2 log(1 - U) is twice an exponential variable. `log1p` is accurate for small U.
+    # -2 log(1 - U) is twice an exponential variable. `log1p` is accurate for small U. The formula is a case of a
+    # theorem of Barthe, Guédon, Mendelson and Naor (2005) on uniform points of a ball.
     factor: Tensor = 1 / (size.square() - 2 * torch.log1p(-tail)).sqrt()
     return factor
 
@@ -608,6 +621,8 @@ def sample_by_length(control: Control, count: int, generator: torch.Generator) -
     bound = (len(control) - 1) * control.diff(dim=0).norm(dim=-1).max()
     # Each pass draws twice the requested number, because some of the draws are rejected.
     accepted = control.new_zeros(0)
+    # A parameter is accepted with the probability speed / bound, so the density of the accepted ones is proportional to
+    # the speed.
     while len(accepted) < count:
         t, height = uniform_draws(2, 2 * count, generator=generator).to(control.device)
         accepted = torch.cat([accepted, t[height * bound <= derivative(control, t).norm(dim=-1)]])

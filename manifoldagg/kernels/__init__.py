@@ -127,10 +127,13 @@ def gram(
     """
     operands = rows if minus is None and isinstance(rows, Operands) else as_operands(rows, minus)
     if is_sharded(operands):
+        # Only the segments are checked within this guard, because `sharded.gram` contains guards itself.
         with collective_guard(operands.distinct):
             bounds = segment_bounds(segments, operands.size)
         return sharded.gram(operands, bounds, selection)
     if needs_autograd_path(operands.distinct):
+        # The fused kernels have no derivative. This path stores all differences, which needs k P entries of float64,
+        # and lets autograd differentiate a matrix product.
         dense = operands.materialise()
         squares = [dense[:, a:b] @ dense[:, a:b].mT for a, b in segment_bounds(segments, operands.size)]
         # BLAS may round the two halves of a product with its own transpose differently. The lower half is copied to the
@@ -255,8 +258,10 @@ def combine(
         if needs_autograd_path((numbers,)):
             return _combine_autograd(start, operands, numbers, blocks.segment_bounds, target)
         numbers = numbers.tolist()
+    # A new row has memory of its own, so it needs no check for overlaps.
     new = empty_like_row(operands.plus[0] if start is None else start) if target is None else target
     selection.combine(start, operands, numbers, blocks, new)
+    # No autograd graph can have saved a row that was allocated in this call.
     if out is None:
         return new
     # The backend wrote through a pointer, so torch has not registered the change.
@@ -288,6 +293,7 @@ def _combine_autograd(
         if isinstance(numbers, Tensor):
             parts.append(numbers[s].to(dense.device, torch.float64) @ dense[:, a:b])
         else:
+            # Zero coefficients are dropped before the product, because 0 times NaN or infinity is NaN.
             used = [j for j, c in enumerate(numbers[s]) if c != 0]
             parts.append(dense.new_tensor([numbers[s][j] for j in used]) @ dense[used, a:b])
     total = torch.cat(parts) if base is None else as_float64(base) + torch.cat(parts)

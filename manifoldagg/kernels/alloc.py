@@ -70,13 +70,14 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
 
 
 def _advise_huge_pages(tensor: Tensor) -> None:
-    """Request huge pages from the operating system. The request is only a hint, so its result is ignored."""
+    """Request huge pages for the memory of a tensor. A failed request has no effect, so its result is ignored."""
     advise = _madvise()
     # Subclasses and functorch wrappers have no address of their own.
     plain = type(tensor) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     if advise is None or not plain or not tensor.is_cpu or tensor.layout is not torch.strided:
         return
-    # The request covers only whole pages, because other objects may share the first and the last page.
+    # The request covers only whole pages, because other objects may share the first and the last page. `madvise` also
+    # rejects a start that is not a multiple of the page size.
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (tensor.data_ptr() + tensor.numel() * tensor.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
     advise(start, stop - start, mmap.MADV_HUGEPAGE)
@@ -84,9 +85,10 @@ def _advise_huge_pages(tensor: Tensor) -> None:
 
 @cache
 def _madvise() -> Any:
-    """Return the `madvise` function of the C library, or `None` if the system has no huge pages."""
+    """Return the `madvise` function of the C library, or `None` if the operating system has no huge pages."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     madvise = ctypes.CDLL(None).madvise
+    # Without these types, ctypes would pass Python integers as 32-bit C ints and truncate the address.
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return madvise

@@ -68,6 +68,8 @@ class Blocks:
         remaining = np.arange(len(self.table))
         levels = []
         segment = self.table[:, 2]
+        # Each level halves the number of sums in every segment, so a segment of B blocks needs log2(B) levels, rounded
+        # up. A loop over the blocks would instead run B additions one after another.
         while len(remaining) > len(self.first_blocks):
             # `rank` is the position of a block within its segment. Odd positions are added to the even positions before
             # them.

@@ -1,4 +1,8 @@
-"""Iteration over vectors in chunks that fit into the cache."""
+"""Iteration over vectors in chunks that fit into the cache.
+
+An operation with several steps then reads each chunk from main memory only once. The later steps find the chunk in the
+cache.
+"""
 
 from collections.abc import Iterator
 

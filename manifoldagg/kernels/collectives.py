@@ -21,9 +21,10 @@ from manifoldagg.errors import ArgumentError
 __all__ = ["Ranks"]
 
 PACKET_SIZE = 1 << 10
-"""The length of the first message, as a number of float64 values."""
+"""The length of the first message, as a number of float64 values: 8 KiB."""
 
 PACKET_HEADER = ("accepted", "position", "rank")
+"""The first values of each packet: whether the rank accepts its arguments, its position, and its global rank."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class Ranks:
             ArgumentError: on every rank, if the invariants differ between ranks, or if a rank raised an exception
                 within `propagate_errors`.
         """
+        # Packets contain float64 values only. Float64 represents integers up to 2^53 exactly, so the invariants arrive
+        # unchanged.
         head = [1, self.position, dist.get_rank(), *invariants.values()]
         flat = numbers.reshape(-1)
         packets = self._gather(_make_packet([*head, *flat[: PACKET_SIZE - len(head)]]))
@@ -102,6 +105,9 @@ class Ranks:
         return np.concatenate(parts, axis=1).reshape(len(packets), *numbers.shape)
 
     def _gather(self, parts: np.ndarray) -> np.ndarray:
+        # On a mesh, each gather exchanges everything that the previous gathers returned, so the last result contains
+        # the packets of all ranks.
+        """Gather arrays of equal shapes from all ranks, and concatenate them along the first axis."""
         for group in self.groups:
             # A group without CPU support, such as NCCL, exchanges device tensors.
             on_host = "cpu:" in dist.distributed_c10d.get_backend_config(group)
@@ -113,12 +119,19 @@ class Ranks:
 
 
 def _make_packet(numbers: list[float]) -> np.ndarray:
+    """Pad numbers with zeros to a packet (1, `PACKET_SIZE`), because an all-gather needs equal lengths on all ranks."""
     packet = np.zeros((1, PACKET_SIZE))
     packet[0, : len(numbers)] = numbers
     return packet
 
 
 def _check_agreement(packets: np.ndarray, names: tuple[str, ...]) -> None:
+    # The packet of a rank that failed has zeros in place of the invariants. Failures are therefore reported before any
+    # comparison of the invariants.
+    """Raise an `ArgumentError` if a rank reported a failure, or if the named invariants differ between ranks.
+
+    The packets have shape (W, `PACKET_SIZE`). The invariants follow the header, in the order of `names`.
+    """
     accepted = packets[:, 0]
     ranks = packets[:, 2].astype(int).tolist()
     failed = [rank for rank, ok in zip(ranks, accepted, strict=True) if not ok]

@@ -1,6 +1,7 @@
-"""Linear combinations that are computed together.
+"""Several linear combinations that one call of the kernels computes.
 
-Each of them uses the values that the operands have before the first write.
+An optimizer step, for example, computes new momenta and new parameters from the old values of both. All combinations
+therefore read the values that the operands have before the first write.
 """
 
 from collections.abc import Sequence
@@ -76,14 +77,15 @@ class LinearCombination:
 
 
 def must_defer(combinations: Sequence[LinearCombination]) -> list[bool]:
-    """Return, for each combination, whether its write must be deferred.
+    """Return, for each combination, whether its write must wait until the later combinations have been computed.
 
-    A write must be deferred if a later combination reads the memory of the target.
+    This is the case if a later combination reads the memory of the target.
     """
     later: set[int] = set()
     deferred = []
     # Backwards, `later` contains all addresses that the following combinations read.
     for combination in reversed(combinations):
+        # Start addresses are sufficient, because an operand is either identical to a target or disjoint from it.
         deferred.append(not later.isdisjoint(combination.target.addresses))
         for row in combination.inputs:
             later.update(

@@ -1,4 +1,9 @@
-"""Validation of rows, which are vectors or unevaluated differences of vectors."""
+"""Validation of the rows that the kernels read and write.
+
+A row is a vector, a tuple of tensors such as the parameters of a model, or an unevaluated difference of two of these.
+The module checks shapes, dtypes, devices and overlapping memory once, so that the backends need not repeat these
+checks.
+"""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -132,6 +137,7 @@ class Operands:
         return self._paired(self.plus, minus)
 
     def _paired(self, plus: Sequence[Operand], minus: Sequence[Operand | None]) -> "Operands":
+        """Pair other validated rows. The result shares the size, the device and the cached descriptors of these."""
         operands = Operands()
         operands.size = self.size
         operands.device = self.device
@@ -186,6 +192,7 @@ class Operands:
         raise ArgumentError(f"{name if index is None else f'{name}[{index}]'}{self._describe_error(row)}")
 
     def _describe_error(self, row: Any) -> str:
+        """Return the reason why `as_operand` rejects a row, in the form of the end of an error message."""
         if not isinstance(row, tuple):
             error = _tensor_error(row, self.device)
             is_float = isinstance(row, Tensor) and row.dtype.is_floating_point
@@ -223,6 +230,8 @@ class Operands:
             return self
         if self.device == CPU:
             descriptors = self.described
+            # A missing subtrahend has one null descriptor for each piece, so the tables of `plus` and `minus` have
+            # equal lengths.
             descriptors[id(None)] = None, NULL_DESCRIPTOR * (1 if self.lengths is None else len(self.lengths))
             for row in self.distinct:
                 if id(row) not in descriptors:
@@ -237,6 +246,7 @@ class Operands:
                 lengths = self.lengths or (self.size,)
                 self.tables = len(lengths), edges(lengths).tobytes(), b"".join(plus), b"".join(minus)
                 return self
+        # Backends read strided vectors, but they read the tensors of a list as contiguous memory.
         if self.lengths is None or all(isinstance(row, Tensor) or row.is_contiguous for row in self.distinct):
             return self
         contiguous = {id(row): row if isinstance(row, Tensor) else row.contiguous() for row in self.distinct}
@@ -247,6 +257,7 @@ class Operands:
 
 
 def _tensor_error(tensor: Any, device: torch.device) -> str | None:
+    """Return why a tensor is not a valid row or part of a row, or `None` if it is valid."""
     if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         return f"expected a tensor of a floating dtype, got {kind}"
@@ -290,6 +301,7 @@ def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
     if size == 0:
         return
     low = out.data_ptr()
+    # torch assigns an arbitrary stride to a vector with one entry, so such a stride is ignored.
     stride = out.stride(0) * out.itemsize if size > 1 else out.itemsize  # all values below are in bytes
     high = low + (size - 1) * stride + out.itemsize
     for row in read:
@@ -321,7 +333,10 @@ def blocks_of(segments: Sequence[int], size: int) -> Blocks:
 
 @lru_cache(maxsize=64)
 def _blocks_of(segments: tuple[int, ...], size: int) -> Blocks:
-    """Build and cache the blocks, because validating hundreds of segments takes longer than a step of a small model."""
+    """Return the blocks of segments from a cache.
+
+    Validating hundreds of segments takes longer than a step of a small model.
+    """
     return Blocks.of(segment_bounds(segments, size))
 
 
@@ -331,6 +346,7 @@ def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ..
     Raises:
         ArgumentError: if a tensor of the target partially overlaps itself, another tensor of the target, or an operand.
     """
+    # A caller that has already checked some rows against this target lists them in `disjoint_from`.
     if (
         isinstance(out, TensorList)
         and out.disjoint_from
@@ -353,9 +369,12 @@ def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ..
         return
     start, stop = np.stack([address_ranges(row, lengths) for row in others], axis=1)
     # For each operand tensor, find the first tensor of `out`, ordered by address, that ends after the operand tensor
-    # begins. If this tensor does not overlap the operand tensor, no tensor of `out` does.
+    # begins. If this tensor does not overlap the operand tensor, no tensor of `out` does. The search needs sorted
+    # stops, which the check for overlaps within `out` has ensured.
     first = np.minimum(np.searchsorted(high, start, side="right"), len(order) - 1)
     overlapping = (low[first] < stop) & (high[first] > start) & (stop > start)
+    # Backends read entry p of the operands before they write entry p. An operand may therefore share memory with the
+    # tensor of `out` at the same position, but with no other tensor of `out`.
     identical = (order[first] == np.arange(len(starts))) & (starts == start) & (stops == stop)
     if (overlapping & ~identical).any():
         raise ArgumentError(OVERLAP_ERROR)
@@ -396,7 +415,9 @@ def address_ranges(row: Operand, lengths: tuple[int, ...]) -> np.ndarray:
 
 
 def _have_same_dtypes(out: Operand, row: Operand, pieces: np.ndarray) -> bool:
+    """Return whether two rows have equal dtypes in the pieces with the given indices."""
     kinds, others = ({x.dtype} if isinstance(x, Tensor) else x.dtypes for x in (out, row))
+    # The common case of one dtype for all tensors needs no loop.
     if len(kinds) == 1 and kinds == others:
         return True
     pairs = ([x if isinstance(x, Tensor) else x[i] for x in (out, row)] for i in pieces.tolist())
@@ -472,6 +493,7 @@ def needs_autograd_path(tensors: Iterable[Row]) -> bool:
         for row in tensors:
             if row.requires_grad if isinstance(row, Tensor) else any(map(_requires_grad, row)):
                 return True
+    # The level is -1 outside of `torch.autograd.forward_ad.dual_level`, where no tensor has a tangent.
     if forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(row).tangent is not None for row in iter_tensors(tensors)
     ):
@@ -481,7 +503,10 @@ def needs_autograd_path(tensors: Iterable[Row]) -> bool:
 
 
 def is_sharded(*groups: "Subtrahend | Operands") -> bool:
-    """Return whether the rows are distributed: `DTensor`s, or any rows within `across_ranks`."""
+    """Return whether any row is distributed over several ranks.
+
+    This is the case if a row is a `DTensor`, or if the call is made within `across_ranks`.
+    """
     if torch.compiler.is_compiling():
         return False
     if SHARD_GROUP.get() is not None or "torch.distributed.tensor" not in sys.modules:
@@ -493,6 +518,7 @@ def is_sharded(*groups: "Subtrahend | Operands") -> bool:
 
 def dtensors_in(groups: Iterable[Any]) -> list[Any]:
     """Return the `DTensor`s among tensors, sequences of tensors, and operands."""
+    # Without an earlier import of this module, no DTensor can exist. The import itself takes long, so it is avoided.
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return []
@@ -524,7 +550,7 @@ def _as_tuple(name: str, vectors: Any) -> tuple[Any, ...]:
 
 
 def _stack_numbers(numbers: Any) -> Tensor:
-    """Stack nested numbers and tensors into one float64 tensor, and preserve their derivatives."""
+    """Convert nested lists of numbers and tensors to one float64 tensor, and preserve the derivatives."""
     if isinstance(numbers, Tensor):
         return _check_real(numbers).to("cpu", torch.float64)
     # These types can be converted to floats, but they are hardly meant as coefficients.
@@ -532,10 +558,12 @@ def _stack_numbers(numbers: Any) -> Tensor:
         raise TypeError(f"got {numbers!r}")
     if isinstance(numbers, Sequence):
         return torch.stack([_stack_numbers(c) for c in numbers])
+    # An explicit device overrides a default device that the user may have set.
     return torch.tensor(float(numbers), dtype=torch.float64, device="cpu")
 
 
 def _check_real(numbers: Tensor) -> Tensor:
+    """Return a tensor of numbers unchanged, or raise a `TypeError` if it is complex or boolean."""
     if numbers.is_complex() or numbers.dtype is torch.bool:
         raise TypeError(f"got {numbers.dtype}")
     return numbers

@@ -114,11 +114,14 @@ def two_sum(a: CompensatedSum, b: CompensatedSum) -> CompensatedSum:
 
 
 def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
-    """Return a mask (S, k) of the squared norms that may be outside the range of float64, or `None` if none is.
+    """Find the rows whose squared norm may be too small or too large for float64.
 
     Args:
         rows: the rows.
         sums: (S, k(k+1)/2), the unscaled products of the rows.
+
+    Returns:
+        A boolean mask (S, k) of these rows in each segment, or `None` if every squared norm is within range.
     """
     k = len(rows.plus)
     # Magnitudes of float32 and narrower dtypes are between 2^-149 and 2^128, so all their squares are within range.
@@ -155,8 +158,10 @@ def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarra
 def rescaled(sums: np.ndarray, scaled: np.ndarray, powers: np.ndarray) -> np.ndarray:
     """Replace the products of scaled rows in the unscaled sums.
 
-    Args: sums: (S, k(k+1)/2), the products of the unscaled rows. scaled: the products of the scaled rows. powers: (S,
-    k), the exponents of the scaling. Rows with exponent 0 are not scaled.
+    Args:
+        sums: (S, k(k+1)/2), the products of the unscaled rows.
+        scaled: (S, k(k+1)/2), the products of the scaled rows.
+        powers: (S, k), the exponents of the scaling. Rows with exponent 0 are not scaled.
     """
     # The product of an out-of-range row with any other row may be out of range too.
     i, j = np.tril_indices(powers.shape[1])

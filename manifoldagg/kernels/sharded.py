@@ -118,7 +118,13 @@ def combine(
 def _sum_over_ranks(
     ranks: Ranks, shard: LocalShard, k: int, call: int, compute_products: Callable[[], np.ndarray]
 ) -> np.ndarray:
+    """Compute the products over the local shard, gather them, and add the products of all ranks.
+
+    Returns:
+        (S, k(k+1)/2): the high parts of the sums, with the same bits on every rank.
+    """
     with ranks.propagate_errors():
+        # A rank without entries still takes part in the exchange, and contributes zeros.
         pairs = np.zeros((2, len(shard.is_counted), k * (k + 1) // 2))
         if len(shard.blocks.table) > 0 and any(shard.is_counted):
             with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Shards: the parts of vectors that this rank stores, and the group of ranks that stores the other parts.
+"""Local shards of vectors that are distributed over several processes (ranks).
 
-The vectors are either `DTensor`s, which know their placement, or plain tensors within
-[`across_ranks`][manifoldagg.kernels.shards.across_ranks].
+A shard is the part of a vector that one rank stores. The vectors are either `DTensor`s, which know their placement, or
+plain tensors within [`across_ranks`][manifoldagg.kernels.shards.across_ranks].
 """
 
 import zlib
@@ -144,9 +144,11 @@ class LocalShard:
         return _shard_of_mesh(named, segments) if dtensors_in([*named.values()]) else _shard_of_group(named, segments)
 
     def local(self, vector: Operand) -> Operand:
+        """Return the local part of a vector that was passed to `of`."""
         return self.local_tensors[id(vector)]
 
     def local_operands(self, rows: Operands) -> Operands:
+        """Return the local parts of rows as operands."""
         minus = tuple(row if row is None else self.local(row) for row in rows.minus)
         local = Operands.of(tuple(self.local(row) for row in rows.plus), minus)
         local.lengths = rows.lengths  # also if only the base or the target is a tuple
@@ -159,6 +161,7 @@ class LocalShard:
 
 
 def _shard_of_group(vectors: dict[str, Operand], segments: SegmentBounds) -> LocalShard:
+    """Return the shard of plain tensors within `across_ranks`, whose segments already describe the local entries."""
     group, replicated_segments = SHARD_GROUP.get() or (None, ())
     if replicated_segments and replicated_segments[-1] >= len(segments):
         raise ArgumentError(f"replicated: expected segments below {len(segments)}, got {replicated_segments[-1]}")
@@ -172,6 +175,7 @@ def _shard_of_group(vectors: dict[str, Operand], segments: SegmentBounds) -> Loc
 
 
 def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalShard:
+    """Return the shard of `DTensor`s, and restrict the segments of the whole vector to the local entries."""
     first = vectors["rows[0]"]
     for name, vector in vectors.items():
         _check_placement(name, vector, first)
@@ -179,8 +183,11 @@ def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalSha
     start = 0
     stop = first.shape[0]
     original = True
+    # Several mesh dimensions may shard the vector. Each of them splits the range that the previous dimensions left.
     for place, ways, index in zip(first.placements, mesh.shape, mesh.get_coordinate(), strict=True):
-        if place.is_shard():  # split like torch.chunk
+        # Like torch.chunk, a mesh dimension assigns ceil(n / ways) entries to each rank. The last ranks may therefore
+        # have fewer entries, or none.
+        if place.is_shard():
             width = -(-(stop - start) // ways)
             begin = start
             start = min(stop, begin + index * width)
@@ -201,6 +208,11 @@ def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalSha
 
 
 def _check_placement(name: str, vector: Any, expected_like: Any) -> None:
+    """Check that a vector is a `DTensor` with supported placements, equal to the placements of the first row.
+
+    Raises:
+        ArgumentError: if a placement is neither `Shard(0)` nor replicated, or if the mesh or the placements differ.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if not isinstance(vector, DTensor):
@@ -214,6 +226,7 @@ def _check_placement(name: str, vector: Any, expected_like: Any) -> None:
 
 
 def _to_local(vector: Any) -> Tensor:
+    """Return the local tensor of a `DTensor`, after any pending communication has completed."""
     with torch.no_grad():
         local = vector.to_local()
     # A DTensor may return an asynchronous tensor, which must be complete before its memory is read.
@@ -227,5 +240,6 @@ def _checksum(integers: Iterable[int] | SegmentBounds) -> int:
 
 
 def _dtypes_checksum(vectors: dict[str, Operand]) -> int:
+    # The hash of a Python string differs between processes, so a checksum of its bytes is used.
     dtypes = [(name, *(tensor.dtype for tensor in iter_tensors((vector,)))) for name, vector in vectors.items()]
     return zlib.crc32(str(dtypes).encode())

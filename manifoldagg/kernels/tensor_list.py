@@ -1,4 +1,8 @@
-"""Rows whose entries are stored in several tensors, such as the parameters of a model."""
+"""Rows whose entries are stored in several tensors, such as the parameters of a model.
+
+The kernels treat the tensors as one long vector and read them in place, so a model need not be copied into one vector.
+The module also describes the memory of the tensors for the compiled backend.
+"""
 
 from array import array
 from bisect import bisect_right
@@ -146,6 +150,7 @@ class TensorList(tuple[Tensor, ...]):
         """
         if "table" not in self.__dict__:
             self.read()
+        # The key follows six columns: length, start address, stop address, and the three numbers of the descriptors.
         return self.table[HEADER_BYTES + 6 * COLUMN_BYTES * len(self) :]
 
     @_lazy
@@ -188,6 +193,7 @@ class TensorList(tuple[Tensor, ...]):
     def addresses(self) -> tuple[int, ...]:
         """The address of each tensor."""
         if self.table:
+            # The second column contains the start addresses.
             n = COLUMN_BYTES * len(self)
             return tuple(array("q", self.table[HEADER_BYTES + n : HEADER_BYTES + 2 * n]))
         return tuple(map(Tensor.data_ptr, self))
@@ -196,6 +202,7 @@ class TensorList(tuple[Tensor, ...]):
     def address_ranges(self) -> np.ndarray:
         """The address range of each tensor: (2, n)."""
         if self.table:
+            # The second and the third column contain the start and stop addresses. The array is a view of the table.
             n = len(self)
             return np.frombuffer(self.table, np.int64, 2 * n, HEADER_BYTES + COLUMN_BYTES * n).reshape(2, n)
         result = np.empty((2, len(self)), np.int64)
@@ -234,6 +241,7 @@ class TensorList(tuple[Tensor, ...]):
         if self.is_contiguous:
             # `torch.empty_like` is sufficient for tensors that are smaller than a huge page. Neither `torch._foreach_*`
             # nor the DLPack allocator is faster than this loop.
+            # No dtype has more than 8 bytes per entry.
             small = 8 * max(self.lengths, default=0) < HUGE_PAGE_BYTES
             result = TensorList(map(torch.empty_like if small else empty_like, self))
             result.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, is_contiguous=True, may_be_negative=False)
@@ -242,7 +250,12 @@ class TensorList(tuple[Tensor, ...]):
 
 
 def _descriptors(row: TensorList) -> bytes:
+    """Return the address, stride and dtype of contiguous tensors as three 64-bit integers each.
+
+    The result is `b""` if the memory of a tensor does not contain its values.
+    """
     addresses = row.addresses
+    # A negative view stores the negated values of its entries, so its memory must not be read directly.
     if any(map(Tensor.is_neg, row)):
         return b""
     if 0 in addresses:
@@ -250,6 +263,7 @@ def _descriptors(row: TensorList) -> bytes:
         if any(n for n, address in zip(row.lengths, addresses, strict=True) if address == 0):
             return b""
         addresses = tuple([address or EMPTY_ADDRESS for address in addresses])
+    # Two slice assignments fill the columns of addresses and dtypes. A loop over hundreds of tensors would be slower.
     table = array("q", (0, 1, NATIVE_DTYPES[row[0].dtype])) * len(row)
     table[::3] = array("q", addresses)
     if len(row.dtypes) > 1:
@@ -286,6 +300,7 @@ def _byte_extent(tensor: Tensor) -> int:
     # An empty tensor has no last entry.
     if tensor.numel() == 0:
         return 0
+    # torch has no negative strides, so the last entry has the largest address.
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize
 
@@ -316,6 +331,7 @@ def overlapping_pieces(borders: Sequence[int], start: int, stop: int) -> list[tu
         [(0, 1, 2), (2, 0, 2)]
     """
     result = []
+    # `bisect_right` skips empty pieces, whose start is equal to the start of the next piece.
     piece = bisect_right(borders, start) - 1
     while start < stop:
         end = min(stop, borders[piece + 1])

@@ -100,6 +100,7 @@ class AmbientSpace:
             products = dict(zip(flat, gram(vectors[0], minus=vectors[1], segments=lengths), strict=True))
         for i in self._low_rank_leaves:
             products[i] = self._low_rank_gram(i, rows, subtrahends)
+        # Flat and low-rank leaves were computed separately, so they are brought back to the order of the leaves.
         parts = torch.stack([products[i] for i in range(len(self.leaves))])
         return parts if segments is not None else parts.sum(0, keepdim=True)
 
@@ -181,8 +182,10 @@ class AmbientSpace:
             total = combine_stacks(coefficients, [self._piece(row, i) for row in rows], space.m)
             # `inverse_retract` projects the difference of the combination and the point to tangents.
             tangent = space._inverse_retract(base, total)
+            # An inner product of a small tangent can be negative by rounding.
             tangent_norms += space._inner(base, tangent, tangent).clamp(min=0).sqrt().flatten().tolist()
             norms += JointBasis.of([total], space.m).gram(torch.ones(1, 1)).clamp(min=0).sqrt().flatten().tolist()
+        # `hypot` scales its arguments, so their squares neither overflow nor underflow.
         return math.hypot(*tangent_norms), math.hypot(*norms)
 
     def check(self, name: str, row: Any, like: Tensor) -> Row:
@@ -227,22 +230,28 @@ class AmbientSpace:
         return [i for i, leaf in enumerate(self.leaves) if not leaf.space.flat]
 
     def _size(self, i: int) -> int:
+        """Return the number of entries of leaf i in a point."""
         return len(range(*self.leaves[i].part.indices(sys.maxsize)))
 
     def _piece(self, row: Row, i: int) -> Tensor:
+        """Return leaf i of a row, which is a point or a tuple with one tensor for each leaf."""
         if isinstance(row, tuple):
             return row[i]
         leaf = self.leaves[i]
         return row.reshape(-1)[leaf.part].view(leaf.space.shape)
 
     def _leaf_coefficients(self, i: int, coefficients: LeafCoefficients) -> Sequence[float]:
+        """Return the k coefficients of leaf i. All leaves can share one list of coefficients."""
         first = coefficients[0] if len(coefficients) else 0.0
         return coefficients[i] if isinstance(first, list | tuple) else coefficients
 
     def _flat_rows(
         self, rows: Sequence[Row], minus: Sequence[Row | None]
     ) -> tuple[list[TensorList], list[TensorList | None]]:
-        """Return the flat leaves of rows as operands of the kernels. Equal rows share one operand."""
+        """Return the flat leaves of rows and subtrahends as operands of the kernels.
+
+        Identical rows share one operand.
+        """
         # Operands are compared by identity, so one row must be converted to one operand.
         lists: dict[int, TensorList] = {}
         for row in (*rows, *minus):
@@ -265,12 +274,15 @@ class AmbientSpace:
         minuends, subtrahends = self._flat_rows(rows, minus)
         start = None if base is None else self._flat_rows([base], [])[0][0]
         like = minuends[0] if start is None else start
+        # The kernels write to contiguous memory. Another target would need a temporary copy.
         out = TensorList([torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in like])
         table = [list(self._leaf_coefficients(i, coefficients)) for i in flat]
         result = combine(start, minuends, table, minus=subtrahends, segments=[self._size(i) for i in flat], out=out)
         return dict(zip(flat, result, strict=True))
 
     def _low_rank_gram(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
+        # The copies of a power are separate matrices, so their inner products are added.
+        """Compute the inner products (k, k) of rows at the low-rank leaf i."""
         joint, combinations = self._joint(i, rows, minus)
         return joint.gram(combinations).reshape(-1, len(rows), len(rows)).sum(0).cpu()
 
@@ -296,12 +308,19 @@ class AmbientSpace:
     def _weighted_stacks(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[list[Tensor], list[float]]:
+        """Return stacks and weights whose combination is leaf i of a linear combination of rows.
+
+        `TangentSpace` overrides this method to return tangents.
+        """
         return self._distinct_stacks(i, rows, minus, coefficients)
 
     def _distinct_stacks(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[list[Tensor], list[float]]:
-        """Return the distinct stacks of factors of a leaf with nonzero coefficients, and these coefficients."""
+        """Return the distinct stacks of factors of leaf i with nonzero coefficients, and these coefficients.
+
+        The coefficients of equal stacks are added.
+        """
         stacks: list[Tensor] = []
         weights: list[float] = []
         index_of_row: dict[int, int] = {}
@@ -320,7 +339,11 @@ class AmbientSpace:
         return [stacks[j] for j in used], [weights[j] for j in used]
 
     def _joint(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> tuple[JointBasis, Tensor]:
-        """Return a joint basis of the stacks of a leaf, and each row as coefficients of the cores of this basis."""
+        """Express rows minus their subtrahends in a joint basis of the low-rank leaf i.
+
+        Returns:
+            The basis, and a matrix (k, number of cores) with the coefficients of each row.
+        """
         stacks: list[Tensor] = []
         indices = [
             [None if row is None else _index_or_append(stacks, self._piece(row, i)) for row in pair]
@@ -353,15 +376,18 @@ class AmbientSpace:
 
     def _is_unchanged(self, i: int, start: Tensor, stacks: list[Tensor], weights: list[float]) -> bool:
         # The base may have cancelled out of the combination, so its stack is added again for the comparison.
+        """Return whether a combination of stacks equals the start of leaf i up to rounding."""
         all_stacks = [*stacks]
         start_index = _index_or_append(all_stacks, start)
         joint, cores = self._basis(i, all_stacks)
         combinations = torch.zeros(2, len(joint.cores), dtype=torch.float64)
+        # If the start was appended, `cores` has one entry more than `weights`.
         for core, weight in zip(cores, weights, strict=False):
             combinations[0, core] = weight
         combinations[0, cores[start_index]] -= 1.0
         combinations[1, cores[start_index]] = 1.0
-        # The squared norms of the change and of the start, from the same cores.
+        # The squared norms of the change and of the start come from the same cores. The change is combined before it is
+        # squared, so it does not cancel.
         step, square = joint.gram(combinations).reshape(-1, 2, 2).sum(0).diagonal().tolist()
         return bool(step <= (UNCHANGED_ROUNDINGS * torch.finfo(torch.float64).eps) ** 2 * square)
 
@@ -383,6 +409,7 @@ class AmbientSpace:
         return svd.without_rounding(joint.rounding(combination, svd)) if drops_rounding else svd
 
     def _record_truncations(self, key: str, truncations: Iterable[TruncatedSVD]) -> None:
+        """Add the errors of truncations to an entry of `diagnostics`, and count ties of singular values."""
         errors = []
         for svd in truncations:
             errors += svd.error.flatten().tolist()
@@ -403,7 +430,11 @@ def copied_space(space: Any) -> Any:
 
 
 def _index_of(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
-    """Return the index of a stored stack with the same factors, or `None`. Identical stacks cancel exactly."""
+    """Return the index of an equal tensor in a list of stacks of factors, or `None`.
+
+    Equal stacks share one index, so that a stack that is added and subtracted cancels exactly.
+    """
+    # Equal shapes are a cheap necessary condition. `torch.equal` reads both stacks.
     for index, other in enumerate(stacks):
         if other is stack or (other.shape == stack.shape and other.dtype == stack.dtype and torch.equal(other, stack)):
             return index
@@ -411,6 +442,7 @@ def _index_of(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
 
 
 def _index_or_append(stacks: list[Tensor], stack: Tensor) -> int:
+    """Return the index of a stack with the same factors. If there is none, append the stack first."""
     index = _index_of(stacks, stack)
     if index is None:
         index = len(stacks)

@@ -1,4 +1,8 @@
-"""Assignment of manifolds to the leaves of a model."""
+"""Assignment of manifolds to the leaves of a model.
+
+A leaf is a named parameter of the model. A user assigns a manifold to it by its name or by a glob pattern. Parameters
+of geoopt declare their own manifold.
+"""
 
 import fnmatch
 from collections.abc import Mapping
@@ -52,6 +56,7 @@ def assign_manifolds(
     for leaf in layout.leaves:
         names = [leaf.name, *(alias for alias, name in layout.aliases if name == leaf.name)]
         # An exact name has precedence over every pattern, and an earlier pattern over a later one.
+        # `fnmatchcase` is used because `fnmatch` ignores the case of names on Windows.
         patterns = [name for name in names if name in given]
         patterns += [p for p in given if p not in patterns and any(fnmatch.fnmatchcase(name, p) for name in names)]
         matched |= set(patterns)

@@ -1,4 +1,7 @@
-"""Base classes for spaces that are built from other spaces."""
+"""Base classes for spaces that are built from other spaces.
+
+A product is composed of several spaces. A power and a wrapper delegate their formulas to one other space.
+"""
 
 import abc
 from typing import Any
@@ -53,9 +56,12 @@ class Delegate(Composite):
         return self.base_space.shape
 
     def _missing(self, formula: str, *arguments: Any) -> Tensor:
+        # `Manifold` calls this method for every formula that a class does not define, so all formulas are delegated
+        # here.
         value: Tensor = getattr(self.base_space, f"_{formula}")(*arguments)
         return value
 
+    # `Manifold` has defaults for the next two formulas, so it does not call `_missing` for them.
     def _gradient(self, x: Point, derivative: Tangent) -> Tangent:
         return self.base_space._gradient(x, derivative)
 

@@ -1,4 +1,4 @@
-"""Euclidean space."""
+"""Euclidean space, the space of all parameters without a manifold of their own."""
 
 import math
 from dataclasses import dataclass
@@ -52,6 +52,7 @@ class Flat(Embedded):
         return y - x
 
     def _transport(self, x: Point, y: Point, u: Tangent) -> Tangent:
+        # The transport is the identity, but the batch axes of the three arguments are still broadcast.
         return u.expand(torch.broadcast_shapes(x.shape, y.shape, u.shape))
 
     def _project_tangent(self, x: Point, u: Tangent) -> Tangent:

@@ -1,4 +1,8 @@
-"""Conversion of geoopt manifolds to spaces of this package."""
+"""Conversion of geoopt manifolds to spaces of this package.
+
+If this package has an equivalent space, the conversion returns this space. Otherwise, the result calls the formulas of
+geoopt.
+"""
 
 import copy
 import math
@@ -119,6 +123,7 @@ def from_geoopt(
     if known and type(manifold) in PRODUCTS:
         leaves = zip(manifold.manifolds, manifold.shapes, strict=True)
         product = Product(tuple((str(i), from_geoopt(*leaf)) for i, leaf in enumerate(leaves)))
+        # A point of a product is a vector, so only the last axis of a leaf belongs to it.
         copies = () if shape is None else _check_sizes("shape", manifold, shape)[:-1]
         return Power(product, copies) if copies else product
     snapshot = _freeze_known(manifold) if known else _freeze_declared(manifold, capabilities, injectivity_radius)
@@ -157,6 +162,7 @@ class FrozenGeooptManifold:
     def __post_init__(self) -> None:
         # A later change of the original, such as a step of a learned curvature, must not change the space.
         module = copy.deepcopy(self.module).cpu().double().requires_grad_(False)
+        # A frozen dataclass rejects ordinary assignments.
         object.__setattr__(self, "module", module)
         object.__setattr__(self, "content", _content_key(module))
 
@@ -225,7 +231,8 @@ class GeooptManifold(Manifold):
         # injectivity radius keeps the points away from this centre.
         is_projected_sphere = type(module) is geoopt.StereographicExact and radius < math.inf
         seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
-        # geoopt draws from torch's global generator, whose state must not change.
+        # geoopt draws from torch's global generator, whose state must not change. The draw is on the CPU, so the
+        # generators of devices need not be saved.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             options = {"std": radius / 12} if is_projected_sphere else {}
@@ -247,6 +254,7 @@ class GeooptManifold(Manifold):
         values, basis = torch.linalg.eigh(gram)
         # Directions in the null space of the projection have eigenvalues that are only rounding errors.
         is_positive = values > size * torch.finfo(a.dtype).eps * values.amax(-1, keepdim=True)
+        # The inverse root of infinity is 0, which removes these directions.
         weights = torch.where(is_positive, values, math.inf).rsqrt()
         noise = torch.randn(*batch, size, 1, generator=generator, dtype=a.dtype, device=generator.device).to(x.device)
         weighted = (basis * weights.unsqueeze(-2)) @ (basis.mT @ noise)
@@ -267,6 +275,7 @@ class GeooptManifold(Manifold):
         return -1 in self.sizes
 
     def _sized_space(self, x: Tensor) -> Manifold:
+        """Return the space of points that have the size of `x`."""
         return self.manifold.space(_check_sizes("x", self.manifold.module, x.shape[x.ndim - len(self.sizes) :]))
 
     def _missing(self, formula: str, *arguments: Any) -> Tensor:
@@ -285,6 +294,7 @@ class GeooptManifold(Manifold):
         return value.reshape(self._batch_shape(parts[0].shape) if formula == "inner" else parts[0].shape).to(x.dtype)
 
     def _require(self, primitive: str) -> None:
+        """Raise a `NotImplementedError` if the space does not have a primitive."""
         if primitive not in self.capabilities:
             raise self._not_implemented(primitive)
 
@@ -372,6 +382,11 @@ def _freeze_declared(manifold: Any, capabilities: Collection[str] | None, radius
 
 
 def _curvature(manifold: Any) -> Tensor:
+    """Return the curvature of a manifold as a float64 tensor without a gradient.
+
+    Raises:
+        ArgumentError: if the manifold has several curvatures, or a curvature that is not finite.
+    """
     if manifold.k.numel() != 1:
         raise ArgumentError(f"manifold: expected one curvature, got {manifold.k.tolist()}")
     return torch.tensor(check_number("manifold: k", manifold.k.item()), dtype=torch.float64)
@@ -388,6 +403,7 @@ def _subsphere(projector: Tensor) -> FrozenGeooptManifold:
     for _ in range(2):
         # The polynomial 3p² - 2p³ maps eigenvalues near 0 and 1 to these values with quadratic convergence.
         p = 3 * p @ p - 2 * p @ p @ p
+    # The products of matrices are symmetric only up to rounding.
     sphere.projector = (p + p.mT) / 2
     return FrozenGeooptManifold(
         sphere, ASSUMED_PRIMITIVES | {"retract", "injectivity_radius", "random_point"}, math.pi, symmetric=True
@@ -396,6 +412,7 @@ def _subsphere(projector: Tensor) -> FrozenGeooptManifold:
 
 def _check_sizes(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Check that points of the manifold, or arrays of such points, can have the given shape, and return the shape."""
+    # `type` instead of `isinstance` rejects booleans, which are a subclass of int.
     if not isinstance(shape, tuple | list) or not all(type(n) is int and n > 0 for n in shape):
         raise ArgumentError(f"{name}: expected a shape of positive integers, got {short_repr(shape)}")
     sizes = tuple(shape)
@@ -419,8 +436,10 @@ def _content_key(value: Any) -> Hashable:
             own = vars(value).keys() - vars(nn.Module()).keys() | {"_parameters", "_buffers", "_modules"}
             return type(value), _content_key({name: vars(value)[name] for name in own})
         case Tensor():
+            # torch hashes tensors by identity, so the key contains their bytes.
             return str(value.dtype), tuple(value.shape), value.detach().numpy().tobytes()
         case dict():
+            # Sorting makes the key independent of the order of insertion.
             return tuple((key, _content_key(value[key])) for key in sorted(value, key=str))
         case list() | tuple():
             return tuple(_content_key(item) for item in value)

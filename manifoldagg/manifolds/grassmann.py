@@ -1,4 +1,7 @@
-"""The Grassmann manifold of subspaces of fixed dimension."""
+"""The Grassmann manifold of subspaces of fixed dimension.
+
+A subspace is represented by any matrix whose orthonormal columns span it.
+"""
 
 import math
 from dataclasses import dataclass
@@ -98,6 +101,7 @@ class Grassmann(Embedded):
         # The sine is computed from the difference, so small angles are accurate. Θ / sin Θ is a smooth function of the
         # cosine, so the rounding error of the cosine is harmless.
         orthogonal = orthogonal_part(a, step)
+        # The matrix of cosines is xᵀ y q = 1 + xᵀ step. The clamp removes rounding errors above 1, where acos is NaN.
         _, sinc = _cos_and_sinc(_squared_angles(eye(turn) + sym(a.mT @ step), cosines.clamp(max=1).acos(), basis))
         # `inv` is used because forward derivatives of `solve` have no derivatives themselves.
         tangent: Tensor = orthogonal @ torch.linalg.inv(sinc)
@@ -153,7 +157,8 @@ def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
 
     They are the upper blocks of the exponential of [[0, 1], [-S, 0]], so their derivatives of all orders are correct.
     """
-    # Scaling both off-diagonal blocks to the norm √‖S‖ reduces the norm of the matrix and the cancellation.
+    # Without scaling, the off-diagonal blocks have the norms 1 and ‖S‖. Scaling both to the norm √‖S‖ reduces the norm
+    # of the matrix and the cancellation.
     scale = s.detach().square().sum((-2, -1), keepdim=True).pow(0.25).clamp(min=1.0)
     zero = torch.zeros_like(s)
     p = s.shape[-1]

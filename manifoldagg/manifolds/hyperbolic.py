@@ -310,6 +310,7 @@ class Lorentz(Manifold):
 
 
 def _minkowski(u: Tensor, v: Tensor) -> Tensor:
+    """Compute the inner product of the Lorentz model, (*batch, 1)."""
     return dot(u[..., 1:], v[..., 1:]) - u[..., :1] * v[..., :1]
 
 
@@ -330,6 +331,7 @@ def _squared_norm(a0: Tensor, a: Tensor, v: Tensor, v0: Tensor) -> Tensor:
 
 
 def _point(a: Tensor) -> Tensor:
+    """Return the point of the hyperboloid with the given space coordinates."""
     return torch.cat([(1 + dot(a, a)).sqrt(), a], -1)
 
 
@@ -340,18 +342,22 @@ def _from_origin(a0: Tensor, a: Tensor, v: Tensor) -> Tensor:
 
 
 def _cosh_of_square(s: Tensor) -> Tensor:
+    """Compute cosh √s."""
     return series_or(s, [1 / math.factorial(2 * k) for k in range(6)], torch.cosh)
 
 
 def _sinhc_of_square(s: Tensor) -> Tensor:
+    """Compute sinh(√s) / √s."""
     return series_or(s, [1 / math.factorial(2 * k + 1) for k in range(6)], lambda t: torch.sinh(t) / t)
 
 
 def _tanhc_of_square(s: Tensor) -> Tensor:
+    """Compute tanh(√s) / √s."""
     series = [1, -1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925]
     return series_or(s, series, lambda t: torch.tanh(t) / t)
 
 
 def _arsinhc_of_square(s: Tensor) -> Tensor:
+    """Compute arsinh(√s) / √s."""
     series = [(-1) ** k * math.comb(2 * k, k) / (4**k * (2 * k + 1)) for k in range(6)]
     return series_or(s, series, lambda t: torch.asinh(t) / t)

@@ -1,4 +1,8 @@
-"""Layouts, which map the tensors of a model to one contiguous point and back."""
+"""Layouts, which map the tensors of a model to one contiguous point and back.
+
+A layout contains the name, the shape and the dtype of each tensor. It also states which tensors are parameters, which
+are buffers, and which share memory.
+"""
 
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
@@ -169,6 +173,7 @@ class Layout:
 
     @cached_property
     def _list_attributes(self) -> dict[str, Any]:
+        """The attributes of a `TensorList` of the leaves that are the same for all models of this layout."""
         return {"lengths": self.sizes, "size": self.size, "dtypes": frozenset([leaf.dtype for leaf in self.leaves])}
 
     @cached_property
@@ -182,10 +187,12 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
+        # Layouts are keys of caches. Hashing hundreds of entries at each lookup would be slow.
         return hash((self.leaves, self.buffers, self.aliases, self.dtype))
 
     @cached_property
     def _expected(self) -> tuple[list[str], list[torch.Size], list[torch.dtype]]:
+        """The names, shapes and dtypes of all entries, as lists that are compared with a state dict."""
         named = self.entries
         shapes = [torch.Size(entry.shape) for entry in named.values()]
         return [*named], shapes, [entry.dtype for entry in named.values()]
@@ -211,6 +218,7 @@ class Layout:
         self._check_tied(tensors, prefix)
 
     def _check_tied(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
+        """Check that the tensors under all names of a tied parameter are equal."""
         for alias, name in self.aliases:
             other = tensors[alias]
             own = tensors[name]
@@ -277,6 +285,7 @@ class Layout:
             first = tensors[self.leaves[0].name].device if self.leaves else torch.device("cpu")
             point = in_huge_pages(torch.empty(self.size, dtype=self.dtype, device=device or first))
             with torch.no_grad():
+                # The copy converts bf16 and fp16 to float32, which represents their values exactly.
                 for leaf, place in zip(self.leaves, point.split(self.sizes), strict=True):
                     place.copy_(tensors[leaf.name].detach().reshape(-1))
             points.append(point)
@@ -342,6 +351,7 @@ class Layout:
             return row
         contiguous = all(map(Tensor.is_contiguous, row))
         row.__dict__.update(self._list_attributes, device=device, devices=devices, is_contiguous=contiguous)
+        # The check for freed memory has already read the addresses, so the kernels need not read them again.
         if addresses:
             row.__dict__["addresses"] = addresses[: len(row)]
         return row
@@ -365,6 +375,7 @@ class Layout:
 
     def views(self, point: Tensor) -> dict[str, Tensor]:
         """Return each leaf under all its names, in its shape and dtype. Leaves in the dtype of `point` are views."""
+        # `to` returns the view itself if the dtype is the same.
         pieces = point.split(self.sizes)
         views = {
             leaf.name: piece.view(leaf.shape).to(leaf.dtype) for leaf, piece in zip(self.leaves, pieces, strict=True)
@@ -391,6 +402,7 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor], prefix: str = "") -> di
         ArgumentError: if `source` is neither a module nor a mapping.
     """
     if isinstance(source, nn.Module):
+        # `keep_vars` returns the parameters themselves, which `Layout.of` compares by identity.
         entries = source.state_dict(keep_vars=True)
     elif isinstance(source, Mapping):
         entries = dict(source)
@@ -449,11 +461,15 @@ def check_tensors(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], p
 
 
 def _are_dense(tensors: Collection[Tensor]) -> bool:
+    # A tensor on the CPU is not on the meta device, so the second property is read only for other devices.
+    """Return whether all tensors are strided and have storage."""
     dense = set(map(_layout, tensors)) <= {torch.strided}
     return dense and (all(map(_is_cpu, tensors)) or set(map(_storage, tensors)) <= {DENSE_STORAGE})
 
 
 def _are_equal(x: Tensor, y: Tensor) -> bool:
+    # Tied tensors usually share their memory, so their values need not be compared.
+    """Return whether two tensors of equal dtype and shape have equal values."""
     if x is y or (x.data_ptr() == y.data_ptr() and x.stride() == y.stride() and x.device == y.device):
         return True
     if x.dtype.itemsize == 1:  # `torch.equal` does not support the float8 dtypes
@@ -500,6 +516,7 @@ def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
     first: dict[tuple[object, ...], str] = {}
     tied = []
     for name, tensor in tensors.items():
+        # Empty and unallocated tensors all have the address 0, which does not make them tied.
         if tensor.dtype.is_floating_point and tensor.numel() and tensor.data_ptr():
             memory = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device))
             if (owner := first.setdefault(memory, name)) != name:
@@ -546,6 +563,7 @@ def _classify_entries(entries: Sequence[Entry], owners: Mapping[str, str | None]
 
 
 def _join_names(names: Iterable[str], max_names: int = 3) -> str:
+    """Return the first names in alphabetical order, and the number of the others, for an error message."""
     ordered = sorted(map(str, names))
     rest = f" and {len(ordered) - max_names} more" if len(ordered) > max_names else ""
     return ", ".join(ordered[:max_names]) + rest

@@ -1,4 +1,8 @@
-"""Matrix functions that are accurate to rounding, and differentiable even for repeated eigenvalues."""
+"""Matrix functions that are accurate to rounding, and differentiable even for repeated eigenvalues.
+
+The derivatives of an eigendecomposition divide by differences of eigenvalues. `polar` and `differentiable_log`
+therefore compute derivatives by Newton steps instead.
+"""
 
 from collections.abc import Callable
 

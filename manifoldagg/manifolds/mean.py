@@ -121,13 +121,15 @@ def karcher_mean(
     step, residual = weighted_log(m)
     steps = 0
     step_size = torch.ones_like(residual)
+    # A comparison with NaN is false, so a mean without a log does not prolong the iteration of the other means.
     while steps < max_steps and bool((residual > allowed).any()):
         trial = space._exp(m, step_size.reshape(*step_size.shape, *(1 for _ in space.shape)) * step)
         trial_step, trial_residual = weighted_log(trial)
         steps = steps + 1
         # Curvature can make a full step overshoot. A rejected step is halved.
         better = (trial_residual < residual) | (trial_residual <= allowed) | residual.isnan()
-        # After an accepted step, the step size grows again, up to 1.
+        # After an accepted step, the step size grows again, up to 1. The factor is below 2, so the next step is shorter
+        # than a step that was just rejected.
         step_size = torch.where(better, (1.5 * step_size).clamp(max=1), step_size / 2)
         accept = better.reshape(*better.shape, *(1 for _ in space.shape))
         m = torch.where(accept, trial, m)
@@ -165,6 +167,7 @@ def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: f
     lengths = []
     k = weights.shape[-1]
     groups = points.reshape(-1, k, *points.shape[weights.ndim :]).double()
+    # The kernels need coefficients as numbers, so the means of a batch are computed one after another.
     for rows, w in zip(groups, weights.reshape(-1, k).tolist(), strict=True):
         start = rows[w.index(max(w))]
         ambient = AmbientSpace.of(space, start)
@@ -232,6 +235,11 @@ class RunningMean:
 
 
 def _normalise_weights(weights: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
+    """Check weights, broadcast them to the shape (*batch, k), and divide them by their sums.
+
+    Raises:
+        ArgumentError: if there are no points, or if the weights are invalid.
+    """
     if shape[-1] == 0:
         raise ArgumentError("points: expected at least one point for each mean, got 0")
     if weights is None:

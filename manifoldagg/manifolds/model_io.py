@@ -68,6 +68,7 @@ def as_tensors(name: str, model: Any, *, writable: bool = False) -> dict[str, Te
 
 def _tensor_over(name: str, array: Any, writable: bool) -> Tensor:
     """Return a tensor that shares the memory of an array. If torch does not support the array, return a copy."""
+    # torch supports neither a foreign byte order nor negative strides.
     needs_copy = not (isinstance(array, np.ndarray) and array.dtype.isnative and min(array.strides, default=0) >= 0)
     if writable and (needs_copy or not array.flags.writeable):
         raise ArgumentError(f"{name}: expected a writable array in native byte order with nonnegative strides")
@@ -94,6 +95,8 @@ def open_for_write(layout: Layout, out: Model, current: Mapping[str, Tensor]) ->
         for name, tensor in target.items():
             if tensor.device != current[name].device:
                 raise ArgumentError(f"out: {name}: expected device {current[name].device}, got {tensor.device}")
+    # These tests of all tensors are fast. `_check_writable` finds the invalid tensor. It accepts an empty tensor, which
+    # also has a null data pointer.
     predicates = (Tensor.is_inference, Tensor.is_conj, Tensor.is_neg)
     if any(any(map(is_set, target.values())) for is_set in predicates) or not all(
         map(Tensor.data_ptr, target.values())
@@ -103,6 +106,7 @@ def open_for_write(layout: Layout, out: Model, current: Mapping[str, Tensor]) ->
 
 
 def _check_writable(target: Mapping[str, Tensor]) -> None:
+    """Raise an `ArgumentError` that names the first tensor to which torch or the kernels cannot write."""
     for name, tensor in target.items():
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise ArgumentError(f"out: {name}: expected a normal tensor, got one that was created in inference mode")
@@ -157,6 +161,7 @@ def convert_like(current: Model, new: Mapping[str, Tensor], current_tensors: Map
         tensor = new[str(key)]
         if tensor.device != current_tensors[str(key)].device:
             tensor = tensor.to(current_tensors[str(key)].device)
+        # For arrays in a foreign byte order, `astype` restores this order.
         entries[key] = tensor if isinstance(array, Tensor) else tensor.numpy().astype(array.dtype, copy=False)
     if isinstance(current, dict):
         converted = copy.copy(current)
@@ -168,6 +173,11 @@ def convert_like(current: Model, new: Mapping[str, Tensor], current_tensors: Map
 
 
 def _entries(name: str, model: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the pairs (name, array) of a state dict, or the pairs (index, array) of a list.
+
+    Raises:
+        ArgumentError: if `model` is neither of these.
+    """
     if isinstance(model, Mapping):
         return model.items()
     if isinstance(model, Sequence) and not isinstance(model, str):

@@ -1,4 +1,4 @@
-"""Operations that follow from the primitives of a space, with argument checks."""
+"""Operations that follow from the primitives of a space, such as norms, distances and ladders, with argument checks."""
 
 from torch import Tensor
 

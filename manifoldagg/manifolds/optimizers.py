@@ -56,6 +56,7 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
         return value
 
     def _update_parameter(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Move a point against the direction of the step, project the result, and transport the momentum to it."""
         direction = self._direction(x, gradient, group)
         rate = group["lr"]
         momentum = self.state[x].get("momentum")
@@ -70,9 +71,11 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
             y = self.space._project(y)
         if momentum is not None:
             momentum.copy_(transport_momentum(self.space, x, y, momentum))
+        # The parameter must remain the same tensor, because the model and the optimiser refer to it.
         x.copy_(y)
 
     def _direction(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        """Update the state of the optimiser with a gradient, and return the direction against which the point moves."""
         raise NotImplementedError
 
 
@@ -199,6 +202,7 @@ class RiemannianAdam(_RiemannianOptimizer):
     def _direction(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         first, second = group["betas"]
         state = self.state[x]
+        # An empty state marks the first step of a parameter.
         if not state:
             state |= {"step": 0, "momentum": torch.zeros_like(x), "square": {}, "largest": {}}
         state["step"] += 1
@@ -207,7 +211,7 @@ class RiemannianAdam(_RiemannianOptimizer):
         # The root of the correction is applied to the root of the mean, in the same order as in torch.optim.Adam.
         second_correction = (1 - second ** state["step"]) ** 0.5
         direction: Tensor = (state["momentum"] / first_correction).contiguous()
-        # The parts are views of `direction` and are scaled in place.
+        # The parts are views of `direction` and are scaled in place. The state has one second moment for each leaf.
         for leaf, (point, slope, part) in factor_parts(self.space, x, gradient, direction):
             flat = leaf.space.flat
             square = slope.square() if flat else leaf.space._inner(point, slope, slope)
@@ -215,6 +219,7 @@ class RiemannianAdam(_RiemannianOptimizer):
             mean.mul_(second).add_(square, alpha=1 - second)
             if group["amsgrad"]:
                 largest = state["largest"].setdefault(leaf.name, torch.zeros_like(square))
+                # `out` updates the stored maximum in place, so `mean` is the maximum from here on.
                 mean = torch.maximum(largest, mean, out=largest)
             scale = mean.sqrt() / second_correction + group["eps"]
             part.div_(scale if flat else scale[(..., *(None for _ in leaf.space.shape))])

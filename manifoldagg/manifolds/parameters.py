@@ -127,7 +127,8 @@ class ParameterSpace(Delegate):
         own = personal_names(layout, personal)
         layout = without_entries(layout, own)
         curved = assign_manifolds(layout, manifolds, without_names(declared_manifolds(model), own))
-        # A frozen parameter must not move towards the values of clients.
+        # A frozen parameter must not move towards the values of clients. All names of a tied parameter are listed,
+        # because each of them can be the name of an entry.
         frozen = {name: "leave" for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         named = frozen | dict(named_policies(layout.buffers, check_buffer_policy(buffer_policy)))
         policies = tuple((entry.name, named[entry.name]) for entry in layout.buffers if entry.name in named)
@@ -202,6 +203,7 @@ class ParameterSpace(Delegate):
             if [*personal]:
                 raise ArgumentError(f"personal: expected () with adapters=True, got {short_repr(personal)}")
             pairs = Adapters.of(tensors_of(tensors), scaling)
+            # The layout depends only on shapes and dtypes, so the stacks need no values.
             tensors = pairs.empty_stacked(tensors)
         layout = Layout.of_state_dict(tensors, tuple(policy), dtype)
         own = personal_names(layout, personal)
@@ -321,6 +323,7 @@ class ParameterSpace(Delegate):
             StateDictError: if the dtype of a leaf overflows. The message contains its name.
             ArgumentError: if a leaf is not on its manifold. The message contains its name.
         """
+        # The conversion to the dtypes of the leaves includes all checks.
         self._views(point)
 
     def point(
@@ -417,6 +420,7 @@ class ParameterSpace(Delegate):
         if self.adapters is None:
             return self.layout
         check_tensors(self.entries, state, prefix)
+        # Names are escaped, because characters such as "[" have a meaning in patterns.
         return Layout.of_state_dict(state, [glob.escape(entry.name) for entry in self.layout.buffers])
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -516,6 +520,7 @@ class ParameterSpace(Delegate):
     def _read_points(
         self, models: Mapping[str, Mapping[str, Tensor]], device: torch.device | None = None, validate: bool = True
     ) -> list[Tensor]:
+        """Return the points of models whose adapters are already stacked, after optional checks of their manifolds."""
         points = self.layout.read_points(models, device)
         for label, tensors in models.items():
             for name, space in self.manifolds if validate else ():
@@ -526,19 +531,29 @@ class ParameterSpace(Delegate):
         return points
 
     def _state_dict(self, point: Tensor, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the state dict at a point that is already checked."""
         views = self._views(point)
+        # Leaves in the dtype of the point are views of it, so they are copied.
         leaves = [clone(views[leaf.name]) for leaf in self.layout.leaves]
         return self._split_factors(
             self.layout.to_state_dict(leaves, {name: x.detach().clone() for name, x in buffers.items()})
         )
 
     def _split_factors(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert stacked adapters back to pairs of factors, if the space has adapters."""
         return stacked if self.adapters is None else self.adapters.split(stacked)
 
     def _views(self, point: Tensor) -> dict[str, Tensor]:
+        """Return the leaves at a point, in their dtypes.
+
+        Raises:
+            ArgumentError: if a rounded leaf is not on its manifold.
+            StateDictError: if the dtype of a leaf overflows.
+        """
         views = self.layout.views(point.detach())
         for name, space in self.manifolds:
             leaf = views[name]
+            # Rounding a leaf to its dtype moves it off its manifold by about the machine epsilon of this dtype.
             check_point(space, leaf.to(point.dtype), name=name, tolerance=torch.finfo(leaf.dtype).eps ** 0.5)
         for name, view in views.items():
             # A finite float32 value can overflow in fp16.
@@ -559,4 +574,5 @@ def check_unscaled(scaling: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _flat_space(layout: Layout, buffer_policies: tuple[tuple[str, str], ...]) -> ParameterSpace:
+    """Return the space of a layout without manifolds. A server requests the same space in every round."""
     return ParameterSpace(layout, buffer_policies=buffer_policies)

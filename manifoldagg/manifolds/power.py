@@ -98,6 +98,7 @@ def factor_parts(space: Manifold, *tensors: Tensor) -> list[tuple[Leaf, list[Ten
         if not isinstance(leaf.space, Power):
             found.append((leaf, parts))
             continue
+        # The space of a copy can be a product or another power, so it is divided in the same way.
         for inner, below in factor_parts(leaf.space.space, *parts):
             name = ".".join(filter(None, (leaf.name, inner.name)))
             found.append((replace(inner, name=name, storage_dtype=leaf.storage_dtype or inner.storage_dtype), below))

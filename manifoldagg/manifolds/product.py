@@ -50,6 +50,7 @@ class Product(Composite):
     factors: tuple[tuple[str, Manifold], ...]
 
     def __init__(self, factors: Mapping[str, Manifold] | tuple[tuple[str, Manifold], ...]) -> None:
+        # A dict is not hashable, so the factors are stored as a tuple.
         pairs = tuple(factors.items()) if isinstance(factors, Mapping) else factors
         object.__setattr__(self, "factors", _check_factors(pairs))
 
@@ -116,6 +117,7 @@ class Product(Composite):
         found = []
         start = 0
         for (name, space), size, part in zip(self.factors, self._sizes, self._split(x), strict=True):
+            # The slices of nested leaves refer to the part of this factor, so they are shifted to the whole point.
             for leaf in space.leaves(part):
                 whole = f"{name}.{leaf.name}" if leaf.name else name
                 place = slice(start + leaf.part.start, start + leaf.part.stop)

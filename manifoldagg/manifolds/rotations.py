@@ -1,4 +1,4 @@
-"""The special orthogonal group of rotations."""
+r"""The special orthogonal group, which consists of the rotations of $\mathbb{R}^n$."""
 
 import math
 from dataclasses import dataclass

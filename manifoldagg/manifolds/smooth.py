@@ -47,16 +47,21 @@ def series_or(s: Tensor, series: Sequence[float], function: Callable[[Tensor], T
 
 
 def _series_or(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor], may_be_near: Tensor) -> Tensor:
+    """Compute a function of the root of s by a truncated series near 0, where `may_be_near` permits it."""
     if not needs_autograd_path([s]):
         # Only derivatives need the series. The quotients of `function` are accurate except at 0.
         root = s.sqrt()
         return torch.where((root == 0) & may_be_near, series[0], function(root))
     near = (s < SERIES_RADIUS) & may_be_near
+    # `where` differentiates both branches. The unused branch gets a harmless argument, because an infinite derivative
+    # times a zero gradient would be NaN.
     root = torch.where(near, torch.ones_like(s), s).sqrt()
     return torch.where(near, _polynomial(torch.where(near, s, torch.zeros_like(s)), series), function(root))
 
 
 def _polynomial(s: Tensor, coefficients: Sequence[float]) -> Tensor:
+    # Horner's scheme starts with the highest power, so the smallest terms are added first.
+    """Evaluate a polynomial whose coefficients are given in ascending order of the powers."""
     value = torch.zeros_like(s)
     for coefficient in reversed(coefficients):
         value = value * s + coefficient

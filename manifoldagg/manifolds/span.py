@@ -83,6 +83,7 @@ class Span:
         found = Span(rows, start, tuple(lengths), allowed, allowed.new_zeros(0, len(rows), len(rows)))
         if found.is_flat:
             return found
+        # One pass over the points computes all inner products that the iteration needs.
         inner = gram(found.plus, minus=found.minus, segments=lengths)
         # If the square of a flat segment overflows, the general algorithm computes the mean.
         if not bool(inner.isfinite().all()):
@@ -116,7 +117,7 @@ class Span:
 
     @property
     def minus(self) -> list[Tensor | None]:
-        """The subtrahends of the basis vectors, where `None` stands for 0."""
+        """The subtrahends of the basis vectors. `None` represents a row of zeros."""
         return [None, *[self.rows[self.origin]] * (len(self.rows) - 1)]
 
     @cached_property

@@ -116,10 +116,16 @@ def layout_digest(layout: Layout, adapters: Adapters | None = None) -> str:
 
 
 def _write_entry(entry: Entry) -> list[Any]:
+    """Describe an entry as a list: name, shape and dtype."""
     return [entry.name, list(entry.shape), _dtype_name(entry.dtype)]
 
 
 def _read_entry(given: Any) -> Entry:
+    """Build an entry from the list that describes it.
+
+    Raises:
+        ValueError: if the name or the shape is invalid.
+    """
     name, shape, dtype = given
     if (
         not isinstance(name, str)
@@ -140,6 +146,7 @@ def _read_adapters(given: Any) -> Adapters:
 
 
 def _read_scaling(given: Any) -> float:
+    # The exact type is checked, because `True` is an int in Python.
     if type(given) not in (int, float):
         raise ValueError("a scaling that is not a number")
     return float(given)
@@ -155,6 +162,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _read_dtype(name: Any) -> torch.dtype:
+    # `torch` has many attributes that are not dtypes.
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"the invalid dtype {short_repr(name)}")
@@ -162,6 +170,11 @@ def _read_dtype(name: Any) -> torch.dtype:
 
 
 def _write_value(name: str, value: Any) -> Any:
+    """Convert a space, or an argument of its constructor, to lists, strings and numbers.
+
+    Raises:
+        ArgumentError: if the space is not a class of this package.
+    """
     if isinstance(value, Manifold):
         if SPACES_BY_NAME.get(type(value).__name__) is not type(value):
             raise ArgumentError(
@@ -172,10 +185,12 @@ def _write_value(name: str, value: Any) -> Any:
         return {type(value).__name__: arguments}
     if isinstance(value, tuple):
         return [_write_value(name, part) for part in value]
+    # JSON cannot represent NumPy numbers.
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _read_value(value: Any) -> Any:
+    """Convert the result of `_write_value` back to a space or an argument."""
     if isinstance(value, Mapping):
         ((name, arguments),) = value.items()
         return SPACES_BY_NAME[name](**{field: _read_value(part) for field, part in arguments.items()})

@@ -102,4 +102,5 @@ class Sphere(Embedded):
 
 
 def _orthogonal_part(x: Tensor, u: Tensor) -> Tensor:
+    """Compute the part of u that is orthogonal to the unit vector x."""
     return u - dot(x, u) * x

@@ -197,6 +197,7 @@ def _reorthonormalise(x: Tensor) -> Tensor:
 
 
 def _exponential(x: Tensor, u: Tensor) -> Tensor:
+    """Compute exp_x u by the closed form of Edelman, Arias and Smith 1998."""
     p = x.shape[-1]
     u = _project_to_tangent(x, u)
     # The closed form requires a skew-symmetric A. A symmetric rounding error would change the result.
@@ -225,6 +226,10 @@ class _Linearisation(NamedTuple):
 
 
 def _logarithm(x: Tensor, y: Tensor) -> Tensor:
+    """Compute the log of y at x, (*batch, n, p), in a basis of the span of both.
+
+    The iteration runs without derivatives. Two Newton steps at the end make the first and second derivatives correct.
+    """
     p = x.shape[-1]
     m = min(x.shape[-1], x.shape[-2] - x.shape[-1])
     with torch.no_grad():
@@ -273,6 +278,7 @@ def _solve(target: Tensor) -> Tensor:
 
 
 def _iterate(z: Tensor, target: Tensor, steps: int) -> Tensor:
+    """Execute Newton steps of limited length from the starting value [A; R]."""
     for _ in range(steps):
         step = _newton_step(_linearise(z), target)
         # At a conjugate point, the derivative is singular and the step is not finite. The element then stays unchanged,
@@ -316,13 +322,14 @@ def _initial_logs(target: Tensor) -> Tensor:
 
 
 def _newton_step(linearisation: _Linearisation, target: Tensor) -> Tensor:
-    """Compute the Newton step [δA; δR] for `target`, which is linear in `target`."""
+    """Compute the Newton step [δA; δR] of the equation of the log. The step is a linear function of `target`."""
     e = _coordinates(linearisation.exp_w.mT @ target @ linearisation.exp_a)
     numbers = torch.linalg.solve_ex(linearisation.jacobian, e.unsqueeze(-1)).result.squeeze(-1)
     return _matrix(numbers, *target.shape[-2:])
 
 
 def _linearise(z: Tensor) -> _Linearisation:
+    """Compute the derivative of the left-hand side of the equation of the log at z = [A; R]."""
     p = z.shape[-1]
     # -iW is Hermitian, so its eigenvectors are orthonormal also for repeated angles.
     (mu, v), (nu, w) = (torch.linalg.eigh(-1j * a) for a in (_exponent(z), z[..., :p, :]))
@@ -391,6 +398,7 @@ def _matrix(numbers: Tensor, k: int, p: int) -> Tensor:
 
 
 def _max_singular_value(u: Tensor) -> Tensor:
+    """Return the largest singular value of each matrix, or infinity if the matrix is not finite."""
     finite = u.isfinite().all(-1).all(-1)
     values: Tensor = torch.linalg.svdvals(torch.where(finite[..., None, None], u, 0.0))
     return torch.where(finite, values.amax(-1), math.inf)

@@ -150,6 +150,11 @@ class SymmetricPositiveDefinite(Manifold):
 
 
 def _cholesky(name: str, x: Tensor) -> Tensor:
+    """Compute the Cholesky factors of the symmetric parts of matrices.
+
+    Raises:
+        ArgumentError: if a matrix is not positive definite.
+    """
     try:
         factor: Tensor = torch.linalg.cholesky(sym(x.double()))
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # public, and not in torch's stubs

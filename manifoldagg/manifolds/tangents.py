@@ -1,4 +1,8 @@
-"""Linear algebra in the tangent space at one point of a space with flat and low-rank leaves."""
+"""Linear algebra in the tangent space at one point of a space with flat and low-rank leaves.
+
+A sum of matrices of low rank can have a higher rank and must be truncated. A sum of tangents at one point is again a
+tangent, so it needs no truncation.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,11 +104,13 @@ class TangentSpace(AmbientSpace):
         return [torch.cat([first, second], -1)], [1.0]
 
     def _base_leaf(self, i: int) -> Tensor:
+        """Return leaf i of the base point, in float64."""
         return self._piece(self.base_point, i).double()
 
     def _combine_tangents(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> Tensor:
+        """Compute a linear combination of the tangents that belong to rows at leaf i."""
         weights = torch.tensor([float(c) for c in coefficients], dtype=torch.float64)
         u = self._tangents(i, rows, minus)
         # Rows with the coefficient 0 are excluded, because 0 * inf is NaN.
@@ -113,13 +119,14 @@ class TangentSpace(AmbientSpace):
         return tangent
 
     def _tangents(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
+        """Return the tangents (k, *batch, m + n, rank) at leaf i that belong to k rows with subtrahends."""
         space = copied_space(self.leaves[i].space)
         x = self._base_leaf(i)
         # Rows often share a subtrahend, whose tangent is computed once.
         cache: dict[int | None, Tensor] = {}
 
         def tangent(row: Row | None) -> Tensor:
-            """Compute the tangent that points from X to a row. `None` stands for a row of zeros.
+            """Compute the tangent that points from X to a row. `None` represents a row of zeros.
 
             The projection to tangents is linear, so the tangent of a difference is the difference of two such tangents.
             """
@@ -137,6 +144,7 @@ class TangentSpace(AmbientSpace):
 def _is_smooth(space: LowRank, x: Tensor) -> bool:
     """Return whether the matrix of every copy has the full rank of the space, up to rounding."""
     # The small core has the singular values of the matrix, so the matrix itself is not formed.
+    # The tolerance has the form of numpy.linalg.matrix_rank, with the dtype in which the point is stored.
     values = torch.linalg.svdvals(JointBasis.of([x], space.m).cores[0])
     least = max(space.m, space.n) * torch.finfo(x.dtype).eps * values[..., :1]
     return bool((values[..., space.rank - 1 :] > least).all())

@@ -1,4 +1,8 @@
-"""Checks that points are on their manifold, and that tangents are tangent."""
+"""Checks that points are on their manifold, and that tangents are tangent.
+
+A check projects its argument and compares the projection with the argument. `Validated` runs these checks for every
+method of a space.
+"""
 
 import math
 from dataclasses import dataclass
@@ -58,8 +62,10 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
         if factor.open and tolerance is None and leaf.storage_dtype is None:
             allowed = OPEN_SET_ROUNDINGS * torch.finfo(part.dtype).eps * size
         else:
+            # The projection can change a coordinate by the rounding error of another, larger coordinate of the point.
             allowed = _relative_tolerance(leaf.storage_dtype or part.dtype, tolerance) * size.clamp(min=1)
         if not bool((away <= allowed).all()):
+            # The message reports the largest excess. NaN counts as infinite, because `argmax` must select it.
             i = (away - allowed).nan_to_num(math.inf).argmax()
             raise ArgumentError(
                 f"{_leaf_name(name, leaf)}: expected a point of {factor}, got one {away.flatten()[i].item():.3g} away "
@@ -156,6 +162,7 @@ class Validated(Delegate):
         for name, tangent in (tangents or {}).items():
             check_tangent(self.space, points["x"], tangent, name=name, tolerance=self.tolerance)
         if {"x", "y"} <= points.keys() and "log" in self.capabilities:
+            # The formula is called, because the public method `log` would run these checks again.
             check_injectivity_radius(self.space, points["x"], self._log(points["x"], points["y"]))
 
 
@@ -179,10 +186,12 @@ def check_injectivity_radius(space: Manifold, x: Tensor, log: Tensor) -> None:
 
 
 def _relative_tolerance(dtype: torch.dtype, tolerance: float | None) -> float:
+    """Return the given tolerance, or by default the square root of the machine epsilon of the dtype."""
     return math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
 
 
 def _max_abs(space: Manifold, x: Tensor) -> Tensor:
+    """Return the largest absolute coordinate of each point or tangent, (*batch,)."""
     return x.double().abs().flatten(x.ndim - len(space.shape)).amax(-1)
 
 

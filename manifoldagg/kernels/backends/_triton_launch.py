@@ -97,6 +97,7 @@ class LaunchOperands:
 
 def _memory_key(row: Operand) -> tuple[Any, torch.dtype, int]:
     # The tensors of a tensor list are contiguous here, so its stride is 1.
+    """Return the address, dtype and stride of a row. Rows with equal keys contain the same entries."""
     if isinstance(row, Tensor):
         return row.data_ptr(), row.dtype, row.stride(0)
     return row.addresses, row[0].dtype, 1
@@ -117,6 +118,7 @@ def _address_table(
 def piece_tables(lengths: tuple[int, ...], blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return two cached tables on the device: the edges of the pieces, and the first piece that each block overlaps."""
     borders = edges(lengths)
+    # `side="right"` skips empty pieces, whose start is equal to the start of the next piece.
     first = np.searchsorted(borders, blocks.table[:, 0], side="right") - 1
     return torch.tensor(borders, device=device), torch.tensor(first, device=device)
 

@@ -102,11 +102,12 @@ def combine(
 ) -> Operand | None:
     r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ for rows $r_j$, with the coefficients $c^{(s)}$ in segment $s$.
 
-    The sum is formed in float64 and rounded once. Under the same conditions as in `block_products`, the result is
-    `None`, and nothing is written.
+    The sum is formed in float64 and rounded once. If the tensors are not on the CPU, have an unsupported dtype, or are
+    not in plain memory, the result is `None`, and nothing is written.
     """
     if rows.tables is None:
         return None
+    # If the base is also a row, `prepare` has already stored its descriptors.
     start = rows.described[id(base)][1] if id(base) in rows.described else _describe(base, rows.lengths)
     target = out.describe() if isinstance(out, TensorList) else describe_vector(out, rows.lengths)
     if not (start and target):
@@ -116,6 +117,7 @@ def combine(
     # `array` has a stable address, in contrast to a list. It is alive until the call returns.
     numbers = array("d", [c for line in coefficients for c in line])
     read = rows.distinct if base is None else (*rows.distinct, base)
+    # The first test is cheap: with at most 8 bytes per entry, a shorter target cannot reach the limit.
     stream = 8 * rows.size >= MIN_STREAMING_BYTES and _use_streaming_store(read, rows.size, out)
     done = _require_library().manifoldagg_combine(
         *(len(rows.plus), *rows.tables, start, target, numbers.buffer_info()[0]),
@@ -129,8 +131,14 @@ def combine(
 def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[bool]) -> bool | None:
     """Compute several linear combinations from the values that the operands have before the first write.
 
-    An output is deferred if a later combination reads the memory that it overwrites, and `deferred` marks these
-    outputs. Under the same conditions as in `block_products`, the result is `None`, and nothing is written.
+    Args:
+        combinations: linear combinations of tensor lists of equal lengths.
+        deferred: for each combination, whether a later combination reads the memory of its target. Within each tile,
+            the library writes such a target after it has computed all combinations.
+
+    Returns:
+        `True`. If the tensors are not on the CPU, have an unsupported dtype, or are not in plain memory, the result is
+        `None`, and nothing is written.
     """
     like = combinations[0].target
     goals = _describe_goals(combinations, deferred, like.lengths)
@@ -152,7 +160,8 @@ def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[b
 def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCombination]) -> np.ndarray | None:
     """Compute the `block_products` of rows, and linear combinations with one coefficient per row, in one pass.
 
-    Under the same conditions as in `block_products`, the result is `None`, and nothing is written.
+    If the tensors are not on the CPU, have an unsupported dtype, or are not in plain memory, the result is `None`, and
+    nothing is written.
 
     Args:
         rows: the rows of the products.
@@ -184,6 +193,7 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
 
     The array `block_sums` serves as scratch memory and is overwritten.
     """
+    # The library computes addresses from the width alone, so the array must be contiguous.
     block_sums = np.ascontiguousarray(block_sums)
     width = block_sums.shape[1]
     total = np.zeros((len(blocks.segment_bounds), width))
@@ -213,6 +223,7 @@ def _describe_goals(
         numbers = array("d", [c for line in goal.coefficients for c in line])
         # A deferred target is read again by a later combination, so it should stay in the cache.
         stream = not aside and _use_streaming_store(goal.inputs, rows.size, goal.out)
+        # These addresses point into the bytes objects of `described`, which `owners` keeps alive.
         places = [ctypes.cast(ctypes.c_char_p(part), ctypes.c_void_p).value or 0 for part in described]
         table.extend([len(rows.plus), len(goal.coefficients) > 1, aside, stream, *places, numbers.buffer_info()[0]])
         owners += [rows, described, numbers]  # retain the rows, which may be copies
@@ -220,6 +231,7 @@ def _describe_goals(
 
 
 def _describe(row: Operand | None, lengths: tuple[int, ...] | None) -> bytes:
+    """Return the descriptors of a row for `native.cpp`, or `b""` if the library cannot read the row."""
     if row is None:
         return NULL_DESCRIPTOR * (1 if lengths is None else len(lengths))
     return row.describe() if isinstance(row, TensorList) else describe_vector(row, lengths)
@@ -236,11 +248,13 @@ def _use_streaming_store(read: Sequence[Operand], size: int, out: Operand) -> bo
 
 
 def _addresses(row: Operand) -> Sequence[int]:
+    """Return the address of a vector, or of each tensor in a tensor list."""
     return (row.data_ptr(),) if isinstance(row, Tensor) else row.addresses
 
 
 @cache
 def _require_library() -> ctypes.CDLL:
+    """Return the library, or raise a `RuntimeError` that says why it is unavailable."""
     found = _find_library()
     if isinstance(found, str):
         raise RuntimeError(found)
@@ -257,6 +271,10 @@ def _find_library() -> ctypes.CDLL | str:
 
 
 def _load_or_build() -> ctypes.CDLL | str:
+    """Return the prebuilt library, the cached library, or a newly compiled library, in this order of preference.
+
+    If there is none, return the reason as a string.
+    """
     shipped = _find_prebuilt(SOURCE.parent, _cpu_features().split())
     if shipped is not None:
         return shipped
@@ -266,6 +284,7 @@ def _load_or_build() -> ctypes.CDLL | str:
     try:
         with _cache_dir() as folder:
             path = folder / f"native-{_build_key(compiler)}.so"
+            # The file name contains a hash of everything that determines the machine code, so a library is never stale.
             if not path.exists():
                 _build(compiler, path)
             try:
@@ -289,10 +308,18 @@ def _find_prebuilt(folder: Path, features: Iterable[str]) -> ctypes.CDLL | None:
 
 
 def _load(path: Path) -> ctypes.CDLL:
+    # `CDLL` releases the GIL during a call, so other Python threads continue while the kernels run.
+    """Load a library, and declare the C signatures of its functions.
+
+    Raises:
+        OSError: if the file is not a library for this system.
+        AttributeError: if the library has no function with one of the expected names.
+    """
     library = ctypes.CDLL(str(path))
     word = ctypes.c_int64
     address = ctypes.c_void_p
     flag = ctypes.c_bool
+    # Without declared types, ctypes would pass integers as 32-bit C ints and truncate addresses.
     library.manifoldagg_gram.argtypes = (word, word, *[address] * 3, word, address, address, word)
     library.manifoldagg_combine.argtypes = (word, word, *[address] * 6, word, address, flag, word)
     library.manifoldagg_combine_many.argtypes = (word, address, word, address, word, address, word)
@@ -325,6 +352,7 @@ def _cache_dir() -> Iterator[Path]:
 
 def _build_key(compiler: str) -> str:
     """Return a hash of everything on which a library depends: source, flags, compiler and processor."""
+    # The modification time of the compiler detects an update, without the cost of running the compiler.
     binary = Path(compiler).resolve()
     system = (platform.machine(), platform.libc_ver(), _cpu_features())
     parts = ([source.read_text() for source in SOURCES], COMPILER_FLAGS, str(binary), binary.stat().st_mtime_ns, system)
@@ -332,6 +360,7 @@ def _build_key(compiler: str) -> str:
 
 
 def _cpu_features() -> str:
+    """Return the line of `/proc/cpuinfo` that lists the processor features, or else the name of the processor."""
     processor = Path("/proc/cpuinfo")
     lines = processor.read_text().splitlines() if processor.exists() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
@@ -339,6 +368,7 @@ def _cpu_features() -> str:
 
 def _build(compiler: str, path: Path) -> None:
     # Several processes may build at the same time. The atomic rename lets each of them see a complete file.
+    """Compile the sources to a shared library at `path`."""
     with atomic_write(path) as draft:
         command = [compiler, *COMPILER_FLAGS, "-o", str(draft), *map(str, SOURCES)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)

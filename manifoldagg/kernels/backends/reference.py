@@ -57,6 +57,7 @@ def combine(
 
     The sum is formed in float64 and rounded once.
     """
+    # One buffer accumulates the sum, and the other receives one row after another.
     lines = _BlockReader(rows, blocks, 2)
     first = None if base is None else lines.split(base)
     target = lines.split(out)
@@ -97,6 +98,7 @@ class _BlockReader:
     def __iter__(self) -> Iterator[tuple[int, int]]:
         before = None
         for b, (width, segment) in enumerate(zip(self.widths, self.segments, strict=True)):
+            # Most blocks have the same width, so the views are rarely rebuilt.
             if width != before:
                 # The batch has at least two matrices. torch passes a single matrix product to a library that may split
                 # it over threads.
@@ -115,6 +117,7 @@ class _BlockReader:
         return row.split(self.widths) if isinstance(row, Tensor) else TensorList(tensor.view(-1) for tensor in row)
 
     def load(self, row: Sequence[Tensor], b: int, buffer: Tensor) -> None:
+        """Copy block b of a row into a float64 buffer."""
         if not isinstance(row, TensorList):
             buffer.copy_(row[b])
             return
@@ -124,6 +127,7 @@ class _BlockReader:
             at += stop - start
 
     def store(self, buffer: Tensor, b: int, row: Sequence[Tensor]) -> None:
+        """Round the float64 entries of block b to the dtype of the row, and write them."""
         if not isinstance(row, TensorList):
             row[b].copy_(buffer)
             return
@@ -134,6 +138,8 @@ class _BlockReader:
 
     def read(self, b: int, j: int, buffer: Tensor) -> None:
         """Read block b of row j into a float64 buffer. The last subtrahend is cached, because rows often share it."""
+        # The conversion to float64 is exact. It precedes the subtraction, because a difference of nearly equal numbers
+        # in a narrower dtype would lose their low bits.
         self.load(self.views[id(self.rows.plus[j])], b, buffer)
         if (minus := self.rows.minus[j]) is None:
             return

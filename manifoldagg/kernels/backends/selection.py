@@ -149,8 +149,10 @@ def combine_many(combinations: Sequence[LinearCombination]) -> None:
         >>> velocity, model
         ((tensor([3., 3.]),), (tensor([3., 3.]),))
     """
+    # The order of writes matters, because a target may be an operand of a later combination.
     aside = must_defer(combinations)
     rows = [row for goal in combinations for row in (goal.out, *goal.inputs)]
+    # Only some backends implement the fused operation.
     together = getattr(backend_for(combinations[0].rows.device), "combine_many", None)
     whole = all(isinstance(row, Tensor) or row.is_contiguous for row in rows)
     if together is None or not whole or together(combinations, aside) is None:
@@ -166,6 +168,7 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
     sums: np.ndarray | None = None if together is None else together(rows, blocks, combinations)
     if sums is not None:
         return sums
+    # The targets are in newly allocated memory, so the order of the combinations and the products has no effect.
     for goal in combinations:
         combine(goal.base, goal.rows, goal.coefficients, blocks, goal.out)
     return block_products(rows, blocks)
@@ -173,6 +176,7 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
 
 def _combine_sequentially(combinations: Sequence[LinearCombination], deferred: Sequence[bool]) -> None:
     # Deferred outputs are computed first, into temporary memory, while all operands still have their old values.
+    """Compute one linear combination after another, for backends that cannot compute several in one pass."""
     held = []
     for goal, late in sorted(zip(combinations, deferred, strict=True), key=lambda pair: not pair[1]):
         target = goal.target.new_empty() if late else goal.target
@@ -204,16 +208,23 @@ def load_backend(name: str) -> ModuleType:
 
 
 def _describe_available(name: str) -> str:
+    """Return the status of an available backend, with the origin of its library if it has one."""
     origin = getattr(load_backend(name), "origin", None)
     return "works" if origin is None else f"works, {origin()}"
 
 
 def _from_env() -> str:
+    """Return the backend that the environment variable names, without validation. The default is `"auto"`."""
     return os.environ.get(ENV_VARIABLE) or AUTO
 
 
 @functools.cache
 def _validated_from_env() -> str:
+    """Return the backend that the environment variable names.
+
+    Raises:
+        ArgumentError: if the name is unknown, or if the backend is unavailable.
+    """
     name = _from_env()
     check_choice(ENV_VARIABLE, name, (AUTO, *BACKENDS))
     if name != AUTO and (why := load_backend(name).unavailable()) is not None:
@@ -241,7 +252,6 @@ def _time_step(name: str) -> float:
     A step is one call of `block_products` and one of `combine`. The result is the minimum of three runs, because other
     processes can only slow down a run.
     """
-    # The minimum is the time without interruptions by other processes.
     base, *vectors = [torch.full((BENCHMARK_SIZE,), float(i), dtype=torch.float32, device="cpu") for i in range(4)]
     rows = Operands.of(vectors, base).prepare()
     out = torch.empty_like(base)

@@ -51,6 +51,8 @@ def load_reader(path: Path) -> Callable[[tuple[Tensor, ...]], bytes] | None:
     exchange = find(pointer_of(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dlpack_exchange_api"))
     if exchange is None:
         return None
+    # The library is not linked against Python. It receives the addresses of the functions and objects, in the order of
+    # its struct `Python`: six functions, `is_neg`, three objects, and the exchange API.
     functions = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in PYTHON_FUNCTIONS]
     addresses = [function.value for function in functions]
     objects = (function_of(method), id(False), id(Tensor), id(torch.nn.Parameter))

@@ -188,10 +188,12 @@ def combine(
 
 
 def _device() -> str:
+    """Return the device type that the backend supports: `"cpu"` in Triton's interpreter, and `"cuda"` otherwise."""
     return "cuda" if isinstance(_block_products_kernel, triton.JITFunction) else "cpu"
 
 
 def _supports(rows: Operands, operands: Sequence[Operand]) -> bool:
+    """Return whether the kernels can read these operands: on the supported device, each with one supported dtype."""
     if rows.device.type != _device():
         return False
     found = [{line.dtype} if isinstance(line, Tensor) else line.dtypes for line in operands]
@@ -199,6 +201,7 @@ def _supports(rows: Operands, operands: Sequence[Operand]) -> bool:
 
 
 def _constexprs(operands: LaunchOperands) -> dict[str, Any]:
+    """Return the compile-time constants of a launch."""
     kinds = {
         torch.float64: tl.float64,
         torch.float32: tl.float32,
@@ -231,7 +234,10 @@ def _decode(value):
 @_jit
 @no_type_check
 def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIGNED: constexpr):
-    """Return pointers to entries of vector t. Entries in bf16 are addressed as 16-bit integers."""
+    """Return pointers to the given entries of vector t.
+
+    A bf16 entry is addressed as a 16-bit integer, because the kernel converts it by bit operations.
+    """
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
     pointer = _decode(addresses[t]).to(tl.pointer_type(kind))
     # An opaque address hides its divisibility. Without this hint, a thread would load entry by entry.
@@ -243,7 +249,10 @@ def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIG
 @_jit
 @no_type_check
 def _piece_pointers(t: constexpr, piece, addresses, strides, offsets, mask, DTYPES: constexpr):
-    """Return pointers to the entries of row t in a piece, their mask, and the start of the following piece."""
+    """Return pointers to the given entries of row t, their mask, and the start of the following piece.
+
+    A piece is the part of a row that one tensor contains. The mask excludes entries of other pieces.
+    """
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
     count = _decode(strides[0])
     table = addresses[0] + t * (count + 1)
@@ -324,7 +333,10 @@ def _write(
 @_jit
 @no_type_check
 def _block_range(table, WIDTH: constexpr, LANES: constexpr):
-    """Return the bounds of a block, the bounds of its aligned middle, and the entries of a tile."""
+    """Return the bounds of a block, the bounds of its aligned middle, and the positions of the entries of a tile.
+
+    The aligned middle begins and ends at multiples of 16 entries.
+    """
     start = tl.load(table)
     stop = tl.load(table + 1)
     # Multiples of 16 entries are multiples of 16 bytes for every dtype. Unaligned rows use the same range, so that the
@@ -338,7 +350,7 @@ def _block_range(table, WIDTH: constexpr, LANES: constexpr):
 @_jit
 @no_type_check
 def _unaligned_entries(start, stop, first, last, tile):
-    """Return the entries of a block outside its aligned middle, and their mask."""
+    """Return the positions of the entries of a block outside its aligned middle, and their mask."""
     # Fewer than 16 entries are before the middle, and fewer than 16 after it, so 32 positions are sufficient. A block
     # within 16 entries has first > last. The last condition of the mask keeps it from counting entries twice.
     offsets = tl.where(tile < 16, start // 16 * 16 + tile, last + tile - 16)
@@ -352,7 +364,10 @@ def _add_products(
     sums, addresses, strides, span, offsets, mask, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr,
     DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr,
 ):  # fmt: skip
-    """Add the products of one tile to the sums."""
+    """Add the products of all pairs of rows over one tile to the sums.
+
+    A tile is a group of consecutive entries that the threads of a program process together.
+    """
     # Each tensor is read once, even if several rows contain it.
     values = ()
     for t in tl.static_range(len(DTYPES)):
@@ -376,7 +391,11 @@ def _block_products_kernel(
     table, out, place, addresses, strides, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr, DTYPES: constexpr,
     ALIGNED: constexpr, PIECES: constexpr, WIDTH: constexpr, LANES: constexpr,
 ):  # fmt: skip
-    """Compute the sums of one block in `LANES` separate lanes, then add the lanes."""
+    """Compute the products of all pairs of rows over one block.
+
+    Each of the `LANES` threads adds the products of its own entries. At the end of the block, the sums of all threads
+    are added.
+    """
     # The offset of the sums, block * k(k+1)/2, can exceed 2^31, so it needs 64-bit arithmetic.
     block = tl.program_id(0).to(tl.int64)
     start, stop, first, last, tile = _block_range(table + 3 * block, WIDTH, LANES)
@@ -421,7 +440,7 @@ def _add_rows(
     MINUS: constexpr, SHARED: constexpr, SEGMENTED: constexpr, DTYPES: constexpr, ALIGNED: constexpr,
     PIECES: constexpr,
 ):  # fmt: skip
-    """Read the rows of one tile, compute the combination and write it."""
+    """Compute a linear combination of rows over one tile in float64, round it, and write it."""
     # Rows that are used more than once are numbered first. They stay in registers.
     kept = ()
     for t in tl.static_range(SHARED):
@@ -457,7 +476,7 @@ def _combine_kernel(
     SHARED: constexpr, SEGMENTED: constexpr, DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr,
     WIDTH: constexpr, LANES: constexpr,
 ):  # fmt: skip
-    """Compute one block of the combination."""
+    """Compute one block of the linear combination of `combine`, tile by tile."""
     block = tl.program_id(0).to(tl.int64)
     table += 3 * block
     start, stop, first, last, tile = _block_range(table, WIDTH, LANES)

@@ -108,6 +108,7 @@ class TruncatedSVD:
 
     def without_rounding(self, rounding: Tensor) -> "TruncatedSVD":
         """Set all singular values up to `rounding` (*batch, any) to 0."""
+        # The bounds differ between singular values, so a value that is set to 0 can precede a retained value.
         values, order = torch.where(self.values > rounding, self.values, 0.0).sort(dim=-1, descending=True, stable=True)
         left, right = (vectors.gather(-1, order.unsqueeze(-2).expand_as(vectors)) for vectors in self.coordinates)
         return replace(self, values=values, coordinates=(left, right))
@@ -165,6 +166,7 @@ def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: i
     """
     columns = []
     for c, x in zip(coefficients, points, strict=True):
+        # The copy protects the stack of the caller from the multiplication in place.
         stack = x.to(torch.float64, copy=True)
         # The coefficient multiplies only one factor of each product.
         stack[..., :m, :] *= c
@@ -242,6 +244,7 @@ class JointBasis:
             coefficients: the coefficients (k,).
             truncated_svd: the result of `combine` for these coefficients.
         """
+        # All following vectors have one entry for each column of the concatenated factors.
         counts = torch.tensor(self.ranks)
         sizes = coefficients.abs().double().repeat_interleave(counts)
         eps = torch.tensor([torch.finfo(dtype).eps for dtype in self.dtypes], dtype=torch.float64)
@@ -256,11 +259,13 @@ class JointBasis:
         return (FACTOR_ROUNDINGS * of_factors + ARITHMETIC_ROUNDINGS * of_arithmetic).nan_to_num(0.0, posinf=0.0)
 
     def _combinations(self, rows: Tensor) -> Tensor:
+        """Return the cores (j, *batch, p, q) of j linear combinations with coefficients (j, k)."""
         combinations: Tensor = torch.tensordot(rows.to(self.cores), self.cores, dims=1)
         return combinations
 
 
 def _truncate_core(left: BasisMap, core: Tensor, right: BasisMap, rank: int) -> TruncatedSVD:
+    """Compute the SVD of a core. The core is small, so this costs little compared with the bases."""
     u, values, v = torch.linalg.svd(core, full_matrices=False)
     return TruncatedSVD(values, rank, left, right, (u, v.mT))
 
@@ -272,11 +277,14 @@ def _thin_qr(x: Tensor) -> tuple[BasisMap, Tensor]:
         return partial(torch.matmul, q), r
     # Only a few products with Q are needed, and applying the reflections is cheaper than forming Q.
     packed, tau = torch.geqrf(x)
+    # As in LAPACK, `packed` contains R on and above the diagonal, and the vectors of the reflections below it.
     packed_columns = packed[..., : tau.shape[-1]]
     return partial(_apply_reflections, packed_columns, tau), packed[..., : tau.shape[-1], :].triu()
 
 
 def _apply_reflections(packed: Tensor, tau: Tensor, coordinates: Tensor) -> Tensor:
+    # `ormqr` multiplies by the square orthogonal matrix. Zeros select its first columns, which form Q.
+    """Multiply coordinates (*batch, r, any) by the factor Q of a QR decomposition in the packed form of LAPACK."""
     rows = packed.shape[-2] - coordinates.shape[-2]
     # `pad` of torch 2.6 does not accept tensors without columns.
     zeros = coordinates.new_zeros(*coordinates.shape[:-2], rows, coordinates.shape[-1])

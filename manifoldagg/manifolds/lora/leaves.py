@@ -1,4 +1,8 @@
-"""LoRA adapters as leaves of a space. The two factors of an adapter are stacked, and later split again."""
+"""LoRA adapters as leaves of a parameter space.
+
+An adapter changes a weight matrix by the product $B A$ of two factors. The module replaces each pair of factors by one
+tensor, the leaf, and later splits this tensor again.
+"""
 
 import math
 from collections.abc import Mapping
@@ -119,6 +123,7 @@ class FactorEntries:
             StateDictError: if the dtype of a tensor overflows.
         """
         m = self.space.m
+        # The scaling belongs to B alone, as in `stack`. The division is in place, so it needs a copy.
         x = point.detach().to(torch.float64, copy=True)
         x[:m] /= self.scaling
         # If exactly one factor is 0, the adapter is in its initial state, and its factors are returned unchanged.
@@ -195,6 +200,7 @@ class Adapters:
     def __post_init__(self) -> None:
         seconds = {pair.second.name for pair in self.factors}
         own = [*self._factors_by_leaf, *self._adapter_entries]
+        # Each pair has three names: the leaf and two factors. Repeated names would make the set smaller.
         once = len(set(own)) == 3 * len(self.factors) + len(self.biases)
         if not once or not {bias.factor_name for bias in self.biases} <= seconds:
             raise ArgumentError("adapters: expected distinct pairs of entries and their biases, got repeated names")
@@ -224,10 +230,12 @@ class Adapters:
 
     @property
     def spaces(self) -> dict[str, LowRank]:
+        """The manifold of each leaf by name."""
         return {pair.leaf.name: pair.space for pair in self.factors}
 
     @cached_property
     def _factors_by_leaf(self) -> dict[str, FactorEntries]:
+        """The pairs of entries by the name of their leaf."""
         return {pair.leaf.name: pair for pair in self.factors}
 
     def entries(self, stacked: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -248,12 +256,14 @@ class Adapters:
         for name, pair in self._factors_by_leaf.items():
             x = stacked[name].detach().double().view(pair.leaf.shape)
             b, a = x[: pair.space.m], x[pair.space.m :]
-            # |B A|² = <BᵀB, A Aᵀ> needs only matrices of the size of the rank.
+            # |B A|² = <BᵀB, A Aᵀ> needs only matrices of the size of the rank. Gram matrices square the condition
+            # number of the factors, so the result is approximate, and rounding can make it negative.
             norms[name] = ((b.mT @ b) * (a.mT @ a)).sum().clamp(min=0).sqrt()[None]
         return norms
 
     @cached_property
     def _adapter_entries(self) -> dict[str, Entry]:
+        """The entries of all factors and scaled biases by name, as in a state dict that is not stacked."""
         factors = {entry.name: entry for pair in self.factors for entry in (pair.first, pair.second)}
         return factors | {bias.entry.name: bias.entry for bias in self.biases}
 
@@ -278,6 +288,7 @@ class Adapters:
             StateDictError: if a tensor is missing or does not match. The message contains its name.
             ArgumentError: if the scaling is invalid.
         """
+        # Only the names of adapters are compared here. The layout checks the other entries after the replacement.
         check_names(
             self._adapter_entries.keys(),
             state.keys() & (self._adapter_entries.keys() | self._factors_by_leaf.keys()),
@@ -305,6 +316,7 @@ class Adapters:
                     f"{prefix}{name}: expected {bias.entry.dtype} of shape {bias.entry.shape}, got {what}"
                 )
             check_memory({name: given}, prefix)
+            # The product is formed in float64, so a bf16 or fp16 bias is rounded only once.
             stacks[name] = (own[bias.factor_name] * given.detach().double()).to(_wider_dtype(given.dtype))
         return self._replace_factors(state, stacks)
 
@@ -327,10 +339,12 @@ class Adapters:
 
     @cached_property
     def _stacked_biases(self) -> tuple[Entry, ...]:
+        """The entries of the scaled biases in a stacked state dict, where they have a wider dtype."""
         return tuple([Entry(b.entry.name, b.entry.shape, _wider_dtype(b.entry.dtype)) for b in self.biases])
 
     def _replace_factors(self, state: Mapping[str, Tensor], stacks: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Replace each first factor of a state dict by its stack, and remove the second factors."""
+        # A stack takes the position of the first factor, so the order of the other entries does not change.
         leaf_names = {pair.first.name: pair.leaf.name for pair in self.factors}
         removed = {pair.second.name for pair in self.factors}
         names = {leaf_names.get(name, name): name for name in state if name not in removed}
@@ -350,7 +364,8 @@ def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -
         dtype: the dtype of the original factors, whose rounding errors do not count as rank.
     """
     point = truncated_svd.point
-    # A singular value at the rounding level of the original factors does not count as rank.
+    # A singular value at the rounding level of the original factors does not count as rank. The tolerance has the form
+    # of numpy.linalg.matrix_rank: a dimension times the machine epsilon times the largest singular value.
     rounding = len(truncated_svd.values) * torch.finfo(dtype).eps * truncated_svd.values[:1]
     numerical_rank = int((truncated_svd.values[: truncated_svd.rank] > rounding).sum())
     if numerical_rank < truncated_svd.rank:
@@ -363,12 +378,14 @@ def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -
 @lru_cache(maxsize=16)
 def _initial_factor(n: int, rank: int) -> Tensor:
     # The fixed seed makes the result of `split` reproducible.
+    """Return the columns (n, rank) with which PEFT initialises A, drawn with a fixed seed."""
     bound = 1 / math.sqrt(n)
     drawn = torch.rand(n, rank, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return bound * (2 * drawn - 1)
 
 
 def _pair_scalings(scaling: Scaling, ranks: Mapping[FactorPair, int], prefix: str) -> dict[FactorPair, float]:
+    """Return the scaling of each pair of factors with the given ranks."""
     values = resolve_scalings(
         scaling, [ScaledModule(pair.module_name, rank) for pair, rank in ranks.items()], prefix=prefix
     )
@@ -376,6 +393,11 @@ def _pair_scalings(scaling: Scaling, ranks: Mapping[FactorPair, int], prefix: st
 
 
 def _cast_checked(x: Tensor, entry: Entry) -> Tensor:
+    """Convert a tensor to the dtype of an entry.
+
+    Raises:
+        StateDictError: if a value overflows.
+    """
     converted = x.to(entry.dtype)
     if not is_finite(converted):
         raise StateDictError(f"{entry.name}: expected values in the range of {entry.dtype}, got an overflow")

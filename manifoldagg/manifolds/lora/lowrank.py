@@ -165,6 +165,7 @@ class LowRank(Manifold):
         left, right = self._factor_qrs(x)
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=generator.device).to(x.device)
         db, da = self._split(noise)
+        # The inverses cancel the factors Sᵀ and Rᵀ of the metric, so the components M, U_p and V_p are standard normal.
         return torch.cat([orthogonal_part(left.basis, db) @ right.inverse.mT, da @ left.inverse.mT], -2).to(x.dtype)
 
     def _invariant(self, x: Point) -> Tensor:
@@ -173,9 +174,11 @@ class LowRank(Manifold):
         return (b @ a.mT).to(x.dtype)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the float64 factors B (*batch, m, any) and Aᵀ (*batch, n, any) of a stack."""
         return x[..., : self.m, :].double(), x[..., self.m :, :].double()
 
     def _factor_qrs(self, x: Tensor) -> tuple[FactorQR, FactorQR]:
+        """Return the QR decompositions of B and of Aᵀ. The dtype of the point determines their numerical rank."""
         b, a = self._split(x)
         return FactorQR.of(b, x.dtype), FactorQR.of(a, x.dtype)
 

@@ -13,6 +13,7 @@ from manifoldagg.manifolds.layout import Entry, check_memory
 
 __all__ = ["AdapterTensors", "FactorPair", "classify_tensors", "find_first_factor"]
 
+# The tail is lazy, so that ".weight" is not taken for the name of an adapter such as ".default".
 FIRST_FACTOR = re.compile(
     r"(?P<head>(?:.*\.)?)(?P<kind>lora_A|lora_embedding_A)(?P<tail>(?:\.[^.]+)??)(?P<weight>(?:\.weight)?)"
 )
@@ -40,6 +41,7 @@ class FactorPair:
 
     @property
     def module_name(self) -> str:
+        """The name of the module to which the adapter belongs, without the names of the factors."""
         return re.sub(r"\.?lora_(?:embedding_)?A(?:\..*)?$", "", self.first)
 
     @property
@@ -51,6 +53,7 @@ class FactorPair:
 
     @property
     def bias_name(self) -> str:
+        """The name of the bias of the second factor, which exists only for some adapters."""
         return f"{self.second.removesuffix('.weight')}.bias"
 
     def check(self, state: Mapping[str, Tensor], *, prefix: str = "adapter: ") -> int:
@@ -81,6 +84,7 @@ class FactorPair:
         """
         self.check(state, prefix=prefix)
         a, b = state[self.first], state[self.second]
+        # The promoted dtype of bf16 and fp16 is float32, which represents both exactly.
         wide = torch.promote_types(a.dtype, b.dtype)
         return torch.cat([b.detach().flatten(1).to(wide), a.detach().flatten(1).mT.to(wide)])
 
@@ -164,6 +168,7 @@ def find_first_factor(names: Iterable[str]) -> str | None:
 def _second_factor(name: str) -> str | None:
     """Return the name of B, given the name of A. The result is `None` for any other name."""
     found = FIRST_FACTOR.fullmatch(name)
+    # The factors of a layer are modules with a `weight`. Only the factors of an embedding are parameters themselves.
     if found is None or (found["kind"] == "lora_A" and not found["weight"]):
         return None
     return f"{found['head']}{found['kind'][:-1]}B{found['tail']}{found['weight']}"

@@ -1,4 +1,8 @@
-"""LoRA scalings, the numbers by which a model multiplies the products of factors."""
+r"""LoRA scalings, the numbers by which a model multiplies the products of factors.
+
+For most adapters, the scaling is $\alpha / r$ with the rank $r$. The module reads it from the config of an adapter, or
+from numbers that the user specifies.
+"""
 
 import math
 import re
@@ -69,12 +73,18 @@ def resolve_scalings(scaling: Scaling, pairs: Iterable[ScaledModule], *, prefix:
 
 
 def _config(scaling: Scaling) -> Mapping[str, Any] | None:
+    """Return the fields of the config of an adapter, or `None` if `scaling` is not a config."""
     if isinstance(scaling, Mapping):
         return scaling if "lora_alpha" in scaling else None
     return vars(scaling) if hasattr(scaling, "lora_alpha") else None
 
 
 def _scaling_from_config(config: Mapping[str, Any], pair: ScaledModule, prefix: str) -> float:
+    """Compute the scaling of one pair of factors from the config of its adapter.
+
+    Raises:
+        ArgumentError: if the config belongs to another kind of adapter, or has another rank than the pair.
+    """
     kind = config.get("peft_type") or "LORA"
     if str(getattr(kind, "value", kind)) != "LORA":
         raise ArgumentError(f"{prefix}scaling: expected the config of a LoRA adapter, got one of {kind}")
@@ -96,6 +106,7 @@ CONFIG_FIELDS = (("lora_alpha", "alpha_pattern"), ("r", "rank_pattern"))
 
 
 def _config_value(config: Mapping[str, Any], key: str, table: str, name: str, prefix: str) -> float:
+    """Return a positive number of a config. A pattern in the field `table` has precedence over the field `key`."""
     others = config.get(table) or {}
     if not isinstance(others, Mapping):
         raise ArgumentError(f"{prefix}scaling: {table}: expected a mapping, got {type(others).__name__}")
