@@ -1,14 +1,18 @@
-"""`make test-packages`: what is released, in environments that have nothing else. Minutes, and packages of PyPI.
+"""Test the released packages in clean environments (`make test-packages`).
 
-From a clean clone come the source distribution, the wheel for anywhere and the one for Linux with the compiled kernels in
-it, of which `auditwheel` says what it asks of a system. Then, where no compiler is to be found:
+The test takes minutes and downloads packages from PyPI. It builds the source distribution, the pure wheel and the
+Linux wheel with compiled kernels from a clean clone. `auditwheel` checks the platform tag of the Linux wheel. The parts
+run in environments without a compiler:
 
-- `core`: the wheel alone; the first snippet of the README, and the kernels' laws on the libraries that are in it;
-- `pure`: the wheel for anywhere, and the source distribution: the same snippet, and one warning that says what is missing;
-- each extra: what it is for; `all` of them: a comparison with its pictures;
-- `again`: the wheel for Linux, from the source distribution and by a Zig that has built nothing before: the same bytes;
-- `oldest`: the oldest versions that `pyproject.toml` allows, and tests of all floors of the house there. Flower's are in
-  `make test-flower`, and there is no triton that goes with the oldest torch.
+- `core` installs the Linux wheel alone. It runs the first snippet of the README, and the laws of the kernels on the
+  shipped libraries.
+- `pure` installs the pure wheel and the source distribution. It runs the same snippet and expects one warning about the
+  compiler.
+- `extras` installs each extra in an environment of its own and runs an example.
+- `all` installs all extras and runs a comparison with its figures.
+- `again` builds the Linux wheel from the source distribution with empty caches of Zig and expects the same bytes.
+- `oldest` installs the oldest versions that `pyproject.toml` allows and runs tests of all subpackages. `make
+  test-flower` tests the oldest Flower. No triton supports the oldest torch.
 """
 
 import argparse
@@ -30,10 +34,13 @@ PARTS = ("core", "pure", "extras", "all", "again", "oldest")
 BUILD = ("uv", "build", "--wheel", "--build-constraints", ROOT / "constraints.txt", "--out-dir")
 HOOK = {"HATCH_BUILD_HOOKS_ENABLE": "true"}
 APART = {"dev", "flower", "triton"}
-"""Extras that the oldest environment does without."""
+"""Extras that the environment with the oldest versions omits."""
 TOOLS = ("pytest", "hypothesis", "beartype", "sympy", "mpmath", "pymanopt", "safetensors")
 SAME = ("pytest", "hypothesis", "beartype", "click")
-"""Of what the gate has where all else is the oldest: newer ones warn of what older packages call; as does pyparsing 3.3."""
+"""Packages that have the versions of `constraints.txt` in the oldest environment, because newer versions emit warnings.
+
+pyparsing below 3.3 is required for the same reason.
+"""
 KERNELS = ("tests/kernels/backends/test_cpu.py", "tests/kernels/backends/test_selection.py")
 TESTS = (
     *(
@@ -62,11 +69,11 @@ MAY_WARN = (
     *("-W", "ignore:DTensor random operators"),
 )
 BUT = (
-    # torch 2.6 leaves a temporary folder of its own to the end of the process, which `-W error` tells.
+    # torch 2.6 deletes a temporary folder at the end of the process, and `-W error` reports the warning.
     "tests/cli/test_cli.py::test_a_comparison_prints_a_table_and_writes_a_report",
-    "tests/cli/test_cli.py::test_what_is_interrupted_and_killed_goes_on_to_the_same_report",
+    "tests/cli/test_cli.py::test_resume_after_interrupt_and_kill_writes_the_same_report",
 )
-"""What the oldest versions are not asked for."""
+"""Tests that the environment with the oldest versions skips."""
 USES = {
     "cli": "from manifoldagg.__main__ import main; import sys; sys.argv[1:] = ['doctor']; main()",
     "experiments": (
@@ -92,17 +99,17 @@ USES = {
         "assert unpack(pack(Payload(torch.ones(1, 999), samples=1), compress=True)).points.sum() == 999"
     ),
 }
-"""What each extra is for."""
+"""Code that uses each extra."""
 
 
 def tell(line: str) -> None:
-    """With the time."""
+    """Print a line with the time."""
     print(f"{time.strftime('%H:%M:%S')}   {line}", flush=True)
 
 
 def done(*command: str | Path, folder: Path, limit: float = 1800, **variables: str) -> str:
-    """What a command says; where it fails, an end that shows it."""
-    # Found as pip finds them, where the packages lie on a disk.
+    """Run a command and return its output. Raise an error with the output if the command fails."""
+    # uv finds local packages in the same folders as pip.
     links = {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "").replace(" ", ",")}
     environment = {**os.environ, **links, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", **variables}
     environment.pop("PYTHONPATH", None)
@@ -116,11 +123,11 @@ def done(*command: str | Path, folder: Path, limit: float = 1800, **variables: s
 
 
 class Released:
-    """What is released, built in a folder, and environments beside it.
+    """The released packages, built in a folder, and environments in the same folder.
 
     Args:
-        folder: an empty one.
-        dist: what `make release` made of this commit; `None` makes it.
+        folder: an empty folder.
+        dist: the folder with the packages that `make release` built from this commit. `None` builds them.
     """
 
     def __init__(self, folder: Path, dist: Path | None):
@@ -141,7 +148,7 @@ class Released:
         tell(f"built {', '.join(path.name for path in (self.source, self.pure, self.linux))}")
 
     def environment(self, name: str, *asked: str, limits: Iterable[str] = ()) -> Path:
-        """The Python of a new environment, with these packages and what they need, within these limits."""
+        """Create an environment with these packages and their dependencies, within these limits. Return its Python."""
         file = self.folder / f"{name}.txt"
         file.write_text("\n".join(limits) or (ROOT / "constraints.txt").read_text())
         made = self.folder / name
@@ -151,12 +158,12 @@ class Released:
         return python
 
     def run(self, python: Path, code: str, *options: str) -> str:
-        """What code says in an environment, where no compiler is found and no library was built before."""
+        """Run code in an environment without a compiler and without cached libraries. Return its output."""
         alone = {"PATH": str(python.parent), "CXX": "", "MANIFOLDAGG_CACHE": str(self.folder / "kept")}
         return done(python, "-I", *options, "-c", code, folder=self.folder, **alone)
 
     def tests(self, python: Path, *which: str) -> str:
-        """The last line of the tests, which lie apart from the package's source."""
+        """Run tests in a folder without the source of the package. Return the last line of the output."""
         apart = self.folder / "tests-alone"
         if not apart.exists():
             shutil.copytree(self.clone, apart, ignore=shutil.ignore_patterns(".git", "manifoldagg"))
@@ -165,7 +172,7 @@ class Released:
         return next(line for line in reversed(lines) if " passed" in line)
 
     def core(self) -> None:
-        """The wheel alone."""
+        """Test the Linux wheel without extras."""
         python = self.environment("core", str(self.linux))
         told = self.run(
             python, f"{self.snippet}\nfrom manifoldagg.kernels.backends import cpu; print(cpu.origin())", "-W", "error"
@@ -176,7 +183,7 @@ class Released:
         tell(f"the kernels' laws on the library that was shipped: {self.tests(python, *KERNELS)}")
 
     def pure_ones(self) -> None:
-        """The other wheel and the source distribution."""
+        """Test the pure wheel and the source distribution."""
         for name, path in (("anywhere", self.pure), ("source", self.source)):
             told = self.run(self.environment(name, str(path)), self.snippet)
             assert told.count("found no C++ compiler") == 1, told
@@ -184,14 +191,14 @@ class Released:
             tell(f"{path.name}: works, and says what is missing")
 
     def extras(self) -> None:
-        """Each of them."""
+        """Test each extra alone."""
         assert USES.keys() == PROJECT["optional-dependencies"].keys() - {"dev"}
         for name, code in USES.items():
             told = self.run(self.environment(name, f"{NAME}[{name}] @ {self.linux.as_uri()}"), code)
             tell(f"extra {name}: {told.strip().splitlines()[-1] if told.strip() else 'works'}")
 
     def together(self) -> None:
-        """All of them."""
+        """Test all extras together."""
         python = self.environment("all", f"{NAME}[{','.join(USES)}] @ {self.linux.as_uri()}")
         out = self.folder / "compared"
         size = ("--data", "digits", "--clients", "4", "--updates", "3", "--seeds", "1", "--out", out)
@@ -201,14 +208,14 @@ class Released:
         tell(f"all extras: a comparison, and {', '.join(drawn)}")
 
     def again(self) -> None:
-        """The wheel for Linux once more."""
+        """Build the Linux wheel again and compare the bytes."""
         caches = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), str(self.folder / "cache"))
         done(*BUILD, self.folder / "again", self.source, folder=self.folder, **HOOK, **caches)
         assert self.linux.read_bytes() == (self.folder / "again" / self.linux.name).read_bytes(), "not the same bytes"
         tell(f"{self.linux.name}: the same bytes again")
 
     def oldest(self) -> None:
-        """The oldest versions."""
+        """Test the oldest versions of all dependencies."""
         extras = PROJECT["optional-dependencies"].keys() - APART
         asked = [
             *PROJECT["dependencies"],
@@ -226,7 +233,7 @@ class Released:
 
 
 def main() -> None:
-    """All parts, or those asked for."""
+    """Run all parts, or the parts on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--folder", type=Path, help="where environments are made: gigabytes")

@@ -1,7 +1,7 @@
 """Process groups of `torch.distributed` for tests, with one process per rank.
 
-The ranks of a world connect with a `FileStore` over the loopback interface, and a timeout ends them. A module that calls
-`main` imports its dependencies once and forks the ranks of each world. Each rank writes its results to the file
+The ranks of a world connect with a `FileStore` over the loopback interface, and a timeout ends them. A module that
+calls `main` imports its dependencies once and forks the ranks of each world. Each rank writes its results to the file
 FOLDER/WORLD-RANK.pt. `run_ranks` runs such a module.
 """
 

@@ -1,4 +1,4 @@
-"""Flower's real processes on a loopback of their own: SuperLink, SuperNodes, `flwr run`, and what is done to them."""
+"""Processes of Flower in a network namespace: SuperLink, SuperNodes and `flwr run`, with signals to each process."""
 
 import contextlib
 import os
@@ -16,10 +16,10 @@ BIN = Path(sys.executable).parent
 
 
 def until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Wait for it.
+    """Wait until a condition holds.
 
     Raises:
-        AssertionError: when the time is over.
+        AssertionError: if the condition does not hold within `seconds`.
     """
     end = time.monotonic() + seconds
     while not condition():
@@ -28,17 +28,17 @@ def until(condition: Callable[[], object], seconds: float, what: str) -> None:
 
 
 def listens(port: int) -> bool:
-    """Whether somebody does, on the loopback."""
+    """Return whether a process listens on a port of the loopback interface."""
     with socket.socket() as tried:
         return tried.connect_ex(("127.0.0.1", port)) == 0
 
 
 class Deployment:
-    """Processes that end with it, whatever happens; what they say is in files.
+    """A context that owns processes of Flower. It kills them at its end, and log files contain their output.
 
     Args:
-        folder: for Flower's home, the apps and the logs.
-        flower: its version.
+        folder: the folder of Flower's home, the apps and the logs.
+        flower: the version of Flower.
     """
 
     def __init__(self, folder: Path, flower: tuple[int, ...]) -> None:
@@ -65,7 +65,7 @@ class Deployment:
             process.wait()
 
     def begin(self, name: str, *command: str) -> None:
-        """A process, with all that it starts in a group of its own."""
+        """Start a process in its own process group."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [BIN / command[0], *command[1:]],
@@ -78,7 +78,7 @@ class Deployment:
             )
 
     def superlink(self) -> None:
-        """Flower's server, until it listens."""
+        """Start Flower's SuperLink and wait until it listens."""
         where = (
             ["--host", "127.0.0.1", "--port", "8000"]
             if self.http
@@ -92,7 +92,7 @@ class Deployment:
         until(lambda: listens(8000 if self.http else 9093), 60, "the SuperLink")
 
     def supernode(self, number: int, nodes: int) -> None:
-        """One of Flower's clients."""
+        """Start one SuperNode of Flower."""
         link = "127.0.0.1:8000" if self.http else "127.0.0.1:9092"
         port = 9100 + number
         where = ["--port", str(port)] if self.http else ["--clientappio-api-address", f"127.0.0.1:{port}"]
@@ -103,11 +103,11 @@ class Deployment:
         )
 
     def send(self, name: str, number: signal.Signals) -> None:
-        """To a process and all that it started."""
+        """Send a signal to a process and its children."""
         _signal(self._processes[name], number)
 
     def flwr_run(self, app: Path, where: str, config: Mapping[str, object], *more: str) -> None:
-        """Submit an app; in a simulation of an older Flower, to its end."""
+        """Submit an app. The simulation of an older Flower runs to its end."""
         words = " ".join(
             f'{key}="{value}"' if isinstance(value, str) else f"{key}={value}" for key, value in config.items()
         )
@@ -134,11 +134,11 @@ class Deployment:
         assert done.returncode == 0, f"flwr run: {done.stdout}{done.stderr}"
 
     def alive(self, name: str) -> bool:
-        """Whether a process has not ended."""
+        """Return whether a process is running."""
         return self._processes[name].poll() is None
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To a process and all that it started, if they are there."""
+    """Send a signal to a process and its children, if the process exists."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)

@@ -1,7 +1,7 @@
-"""Unmodified torchft with two replicas, each a process of its own, whose outer optimiser is ours; on the loopback.
+"""Test torchft with `Outer` as its outer optimizer and two replicas, each in its own process.
 
-`make test-diloco` makes an environment for it and runs this file. Both replicas have to end with the same model, the one
-that SGD with Nesterov momentum makes of the same pseudo-gradients, or with a lower loss for the rules that SGD is not.
+`make test-diloco` creates an environment with torchft and runs this file. Both replicas must end with the same model.
+For `Momentum`, this model must equal that of SGD with Nesterov momentum. The loss must decrease for every rule.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from manifoldagg.federated.rules import ASGD, HeLoCo, Momentum
 from manifoldagg.optim import Outer
 
 CALL_TIMEOUT = timedelta(seconds=60)
-"""Of one call of torchft's."""
+"""The timeout of one call of torchft."""
 START_TIMEOUT, RUN_TIMEOUT = 300, 600
-"""Seconds until both replicas are there, and for a whole run."""
+"""The timeouts in seconds for the start of both replicas and for a whole run."""
 ROUNDS = 6
 OUTER = {
     "torch.optim.SGD": lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True),
@@ -34,7 +34,7 @@ OUTER = {
 
 
 def replica(number, lighthouse, name, fragments, together, results):
-    # On a busy machine one may come up long after the other, whom the lighthouse then refuses for want of a quorum.
+    # On a busy machine, the replicas may start at different times, and the lighthouse rejects a single replica.
     together.wait(START_TIMEOUT)
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -76,7 +76,7 @@ def replica(number, lighthouse, name, fragments, together, results):
 
 
 def trained(name, fragments):
-    """The models of both replicas, and their losses."""
+    """Run two replicas. Return their models and their losses."""
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=5000)
     address = lighthouse.address().replace(lighthouse.address().split("//")[1].split(":")[0], "127.0.0.1")
     context = multiprocessing.get_context("spawn")
@@ -98,7 +98,7 @@ def trained(name, fragments):
 
 
 def collected(results, processes):
-    """What each replica found; nobody is waited for when one has died."""
+    """Return the results of all replicas. Exit if a replica fails or the time is over."""
     found = []
     until = time.monotonic() + RUN_TIMEOUT
     while len(found) < len(processes):
@@ -112,7 +112,7 @@ def collected(results, processes):
     return found
 
 
-def apart(one, other):
+def max_difference(one, other):
     return max((torch.tensor(a) - torch.tensor(b)).abs().max().item() for a, b in zip(one, other, strict=True))
 
 
@@ -123,12 +123,12 @@ def main():
         theirs = trained("torch.optim.SGD", fragments)[0][0]
         for name in ("Momentum", "HeLoCo"):
             models, losses = trained(name, fragments)
-            between, beside = apart(*models), apart(models[0], theirs)
+            between, beside = max_difference(*models), max_difference(models[0], theirs)
             last, first = losses[0][-1], losses[0][0]
             print(
                 f"{fragments} fragments, {name}: replicas differ by {between}, from SGD by {beside:.1e}; loss {first:.2f} to {last:.2f}"
             )
-            # Of two fragments one has made steps of its own since it was last in turn.
+            # With two fragments, one fragment of each replica contains local steps since its last synchronisation.
             if (fragments == 1 and between != 0) or not last < first or (name == "Momentum" and beside > 1e-5):
                 sys.exit("not as it should be")
 

@@ -113,7 +113,7 @@ def trained(outer, fragments=1, *, delay=0, alpha=0.0, refused=(), lost=None, wa
         alpha: the weight of the replica's own parameters in the new parameters.
         refused: rounds whose commit fails.
         lost: the round in which the second replica restarts and recovers from the first.
-        watch: a function that receives the index of the fragment, its parameters before the step and the pseudo-gradients.
+        watch: a function of the index of the fragment, its parameters before the step, and the pseudo-gradients.
     """
     replicas = [Replica(number, outer, fragments) for number in range(2)]
     every = SYNC_EVERY // fragments

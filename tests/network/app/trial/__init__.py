@@ -1,1 +1,1 @@
-"""A Flower App: digits on nodes, some of which fail when they are told to."""
+"""A Flower app that trains on the digits. The run configuration selects nodes that fail."""

@@ -1,4 +1,4 @@
-"""The clients: an unmodified ClientApp, `client_app`, and those that fail."""
+"""The clients of the app: an unmodified ClientApp, `client_app`, and clients that fail."""
 
 import json
 import time
@@ -18,7 +18,7 @@ app = ClientApp()
 
 
 def learn(message: Message, context: Context) -> tuple[dict[str, torch.Tensor], int]:
-    """Three passes over a node's samples, as any ClientApp would do it."""
+    """Train three epochs on the samples of a node, like any ClientApp."""
     model = TASK.model()
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     inputs, labels = part(int(context.node_config["partition-id"]), int(context.run_config["nodes"]))
@@ -32,7 +32,7 @@ def learn(message: Message, context: Context) -> tuple[dict[str, torch.Tensor], 
 
 
 def batches(context: Context, nth: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A node's samples, for `client_app`."""
+    """Return the batches of a node for `client_app`."""
     inputs, labels = part(int(context.node_config["partition-id"]), int(context.run_config["nodes"]))
     return list(zip(inputs.split(16), labels.split(16), strict=True))
 
@@ -41,7 +41,7 @@ ours = client_app(Local(epochs=3, rate=3e-3), TASK.model, batches)
 
 
 def lie(state: dict[str, torch.Tensor], told: int) -> dict[str, ArrayRecord]:
-    """What a node sends that is broken or means harm, in turns."""
+    """Return one of several invalid or malicious updates, in turn."""
     (name, first), *rest = state.items()
     kinds = {
         "nan": lambda: {"arrays": ArrayRecord({name: first * torch.nan, **dict(rest)})},
@@ -54,13 +54,13 @@ def lie(state: dict[str, torch.Tensor], told: int) -> dict[str, ArrayRecord]:
 
 
 def junk(data: bytes) -> ArrayRecord:
-    """Bytes that say that they are the wire's."""
+    """Return a record of bytes that claims to contain a packed payload."""
     return bytes_to_record(data)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """A node's answer; who is told to fails on its second task."""
+    """Train on a node and return its reply. A node that must fail sleeps during its second task."""
     config = context.run_config
     number, folder = int(context.node_config["partition-id"]), str(config["folder"])
     nth = int(context.state["told"]["nth"]) if "told" in context.state else 0
@@ -68,7 +68,7 @@ def train(message: Message, context: Context) -> Message:
     line = json.dumps({"node": context.node_id, "nth": nth})
     note(folder, f"asked-{number}", line)
     if number in (config["killed"], config["hung"]) and nth == 1:
-        time.sleep(20)  # so that it is in the middle of a task when it is killed or stopped
+        time.sleep(20)  # The test kills or stops the node during this task.
     if number % 2:
         answer = ours(message, context)
     else:
@@ -82,7 +82,7 @@ def train(message: Message, context: Context) -> Message:
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """How good a model is for a node."""
+    """Evaluate a model on a node."""
     model = TASK.model()
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     metrics = MetricRecord({"num-examples": 1, "accuracy": right(model)})

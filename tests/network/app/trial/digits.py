@@ -1,4 +1,4 @@
-"""The data of a node and of the test set, and the model."""
+"""The data of each node, the test set, and the model of the app."""
 
 import os
 
@@ -15,20 +15,20 @@ TEST = ORDER[:360]
 
 
 def part(number: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples of a node."""
+    """Return the samples of a node."""
     index = torch.from_numpy(ORDER[360:][number::nodes])
     return TASK.inputs[index], TASK.labels[index]
 
 
 @torch.no_grad()
 def right(model: torch.nn.Module) -> float:
-    """How much of the test set a model gets right."""
+    """Return the accuracy of a model on the test set."""
     model.eval()
     return (model(TASK.inputs[TEST]).argmax(1) == TASK.labels[TEST]).float().mean().item()
 
 
 def note(folder: str, name: str, line: str) -> None:
-    """One more line of a file, at once."""
+    """Append one line to a file atomically."""
     file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(file, f"{line}\n".encode())
     os.close(file)

@@ -1,4 +1,4 @@
-"""The server: `Asynchronous`, and a thread that writes down what its server knows."""
+"""The server of the app: `Asynchronous`, and a thread that writes the status of its server to files."""
 
 import json
 import os
@@ -19,26 +19,26 @@ app = ServerApp()
 
 
 def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-    """How good a round's model is."""
+    """Evaluate the model of a round."""
     model = TASK.model()
     model.load_state_dict(arrays.to_torch_state_dict())
     return MetricRecord({"accuracy": right(model)})
 
 
 def write(path: Path, content: object) -> None:
-    """A file that is there whole or not at all."""
+    """Write a JSON file atomically."""
     path.with_suffix(".part").write_text(json.dumps(content))
     path.with_suffix(".part").replace(path)
 
 
 def known(server: Server) -> dict[str, object]:
-    """What the server knows, fit for JSON."""
+    """Return the status of the server for JSON."""
     out = [str(ticket.client) for ticket in server._state.value.tickets.values()]
     return {"pid": os.getpid(), "version": server.version, "updates": server.updates, "out": out}
 
 
 def watch(strategy: Asynchronous, folder: Path, done: threading.Event) -> None:
-    """Write what the server knows, and what happens to answers; stop it when somebody says so."""
+    """Write the status of the server and the results of updates to files. Stop the server if the file `stop` exists."""
 
     def tell(event: Event) -> None:
         if isinstance(event, Accepted | Rejected):
@@ -59,7 +59,7 @@ def watch(strategy: Asynchronous, folder: Path, done: threading.Event) -> None:
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """All rounds, or until there is a file `stop` in the folder."""
+    """Run all rounds, or until the file `stop` exists in the folder."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = context.run_config
