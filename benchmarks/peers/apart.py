@@ -22,12 +22,14 @@ SILENT = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""What Flower and Ray are told."""
+"""Environment variables that disable telemetry and update checks of Flower and Ray, and multithreading."""
 NAMESPACE = (
     *("setpriv", "--pdeathsig", "KILL"),
     *("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"),
 )
-"""Before a command: it has no network but a loopback that is down, and all its processes end with it, or with us."""
+"""A command prefix that isolates a command. Its only network interface is a loopback that is down, and its processes
+end with the command or with this process.
+"""
 
 
 def environment(name: str) -> Path:
@@ -66,6 +68,6 @@ def alone() -> bool:
 
 
 def raise_loopback() -> None:
-    """`ip link set lo up`."""
+    """Enable the loopback interface, as `ip link set lo up` does."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, 0x8914, struct.pack("16sh14x", b"lo", 0x1 | 0x40))  # SIOCSIFFLAGS: up and running
