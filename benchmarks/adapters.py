@@ -35,7 +35,7 @@ import apart
 RANK = 16
 CLIENTS = 10
 CONDITION = 10.0
-"""Of the bases of the factors."""
+"""The condition number of the bases of the factors."""
 DRIFT = 0.1
 WIDE = 2.6875
 """The ratio of the inner size to the hidden size: 11008 / 4096."""

@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def found(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of the table."""
+    """Yield the rows of the table."""
     floor = Floor()
     for number, name in enumerate(options.dtypes):
         counts = options.others if number else options.rows

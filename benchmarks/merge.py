@@ -42,7 +42,7 @@ PROBE = "model.layers.0.self_attn.q_proj.weight"
 
 
 def main() -> None:
-    """Print the table and write it."""
+    """Print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=float, default=1e9, help="bytes of a checkpoint")
     parser.add_argument("--models", type=int, default=8)
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds, errors and memory."""
+    """Return the seconds, errors and memory of all methods."""
     paths = [write_model(folder / f"model{i}", i, int(options.size)) for i in range(options.models)]
     files = [path / "model.safetensors" for path in paths]
     size = files[0].stat().st_size
@@ -102,7 +102,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> list[str]:
-    """The lines of the table."""
+    """Return the lines of the table."""
     k, size = result["models"], result["bytes"]
     lines = [f"{result['machine']}, load {result['load'][0]:.1f}: {k} checkpoints of {size / 1e6:,.0f} MB in bf16"]
     lines.append(f"{'':<18} {'seconds':>9} {'GB/s':>6} {'/ bare':>7} {'error':>9}")
@@ -126,7 +126,7 @@ def show(result: dict[str, Any]) -> list[str]:
 
 
 class Watch:
-    """The largest increase of RssAnon within a block, sampled every 5 ms."""
+    """A context that records the largest increase of RssAnon, sampled every 5 ms."""
 
     def __enter__(self) -> "Watch":
         self.peak = 0
@@ -146,13 +146,13 @@ class Watch:
 
 
 def anonymous_bytes() -> int:
-    """The anonymous memory of this process."""
+    """Return the anonymous memory of this process in bytes."""
     found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
     return int(found[1]) * 1024 if found else 0
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Seconds of a call."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -167,7 +167,7 @@ def forget(files: list[Path]) -> None:
 
 
 def bare(files: list[Path], out: Path, passes: int) -> None:
-    """Read the files in turns, 64 MB of each, `passes` times, and write and sync a file of the same size as one."""
+    """Read the files `passes` times in alternating pieces of 64 MB. Write and sync a file of the size of one input."""
     out.unlink(missing_ok=True)
     buffer = bytearray(1 << 22)
     chunk = 1 << 26
@@ -190,7 +190,7 @@ def bare(files: list[Path], out: Path, passes: int) -> None:
 
 
 def write_model(folder: Path, i: int, size: int) -> Path:
-    """Write a checkpoint in the layout of Llama: a common model plus 10 % of noise."""
+    """Write a checkpoint in the layout of Llama, with a common model plus 10 % of noise."""
     folder.mkdir()
     layers = max(1, round((size / 2 - 2 * VOCABULARY * HIDDEN) / (4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE)))
     shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
@@ -224,7 +224,7 @@ def write_model(folder: Path, i: int, size: int) -> Path:
 
 
 def run_mergekit(python: Path, paths: list[Path], out: Path) -> None:
-    """Merge by mergekit's command line, on the CPU."""
+    """Merge with mergekit's command line on the CPU."""
     models = "\n".join(f"  - model: {path}" for path in paths)
     config = out.with_suffix(".yml")
     config.write_text(f"merge_method: karcher\nmodels:\n{models}\ndtype: bfloat16\n")
@@ -236,12 +236,12 @@ def run_mergekit(python: Path, paths: list[Path], out: Path) -> None:
 
 
 def load_names(file: Path) -> list[str]:
-    """The names of the tensors in a file."""
+    """Return the names of the tensors in a file."""
     return [*load_file(file)]
 
 
 def exact_mean(files: list[Path]) -> torch.Tensor:
-    """The Karcher mean of the probe in float64."""
+    """Return the Karcher mean of the probe in float64."""
     rows = [load_file(file)[PROBE].double().flatten() for file in files]
     norms = [float(row.norm()) for row in rows]
     units = [row / norm for row, norm in zip(rows, norms, strict=True)]
@@ -249,19 +249,19 @@ def exact_mean(files: list[Path]) -> torch.Tensor:
 
 
 def error_of(file: Path, files: list[Path]) -> float:
-    """The relative error of the probe in a merged file."""
+    """Return the relative error of the probe in a merged file."""
     exact = exact_mean(files)
     return float((load_file(file)[PROBE].double().flatten() - exact).norm() / exact.norm())
 
 
 def floor_of(files: list[Path]) -> float:
-    """The relative error of the exact mean, rounded to bf16."""
+    """Return the relative error of the exact mean after rounding to bf16."""
     exact = exact_mean(files)
     return float((exact.bfloat16().double() - exact).norm() / exact.norm())
 
 
 def measure_sparse(folder: Path, size: int) -> dict[str, Any]:
-    """Seconds and memory of the arithmetic mean of two sparse files with one tensor."""
+    """Return the seconds and the memory of the arithmetic mean of two sparse files with one tensor."""
     size -= size % 2
     header = json.dumps({"w": {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size]}}).encode()
     paths = [folder / f"sparse{i}.safetensors" for i in range(2)]

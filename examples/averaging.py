@@ -1,13 +1,14 @@
-"""The late versions of an asynchronous run, and what can be made of them: averages, a simplex, an ensemble.
+"""Combine the late models of an asynchronous run: two averages, a fitted simplex, and an ensemble.
 
-Ten clients with digits of their own train a small network. Once its parameters are one point of a flat space, once the
-rows of its first layer live on spheres. A server moves along the geodesic to each model that comes back, however stale;
-the versions after the first half of the run are averaged while they appear (SWA), kept for their Karcher mean, and a
-simplex is fitted to them.
+Ten clients train a small network on their own digits. The script runs the training twice. In the first run, the
+parameters are a point of a flat space. In the second run, the rows of the first layer are points on spheres. The server
+moves along the geodesic to each received model, whatever its staleness. The script uses the versions of the second half
+of a run in three ways: it averages them as they appear (SWA), computes their Karcher mean, and fits a simplex.
 
     python examples/averaging.py --out pictures
 
-Prints a table of held-out accuracy, NLL and calibration error, and draws the versions with the simplex of each space.
+The script prints a table of held-out accuracy, negative log-likelihood (NLL) and expected calibration error (ECE). It
+also draws the versions with the simplex of each space.
 """
 
 import argparse
@@ -40,7 +41,7 @@ SPACES: dict[str, dict[str, Any]] = {"flat": {}, "spheres": {"1.weight": Sphere(
 
 
 def network() -> nn.Module:
-    """16 features of 64 pixels, whose weights are rows of length 1 at first, and ten classes of these."""
+    """Return a network with 64 inputs, 16 hidden units and 10 classes. The rows of its first weight have norm 1."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16, bias=False), nn.Tanh(), nn.Linear(16, 10))
     with torch.no_grad():
         model[1].weight.div_(model[1].weight.norm(dim=1, keepdim=True))
@@ -49,30 +50,30 @@ def network() -> nn.Module:
 
 @dataclass(frozen=True)
 class Geodesic:
-    r"""$\Theta \leftarrow \gamma(\Theta, \Theta_i; \alpha)$: FedAsync on any space, as a rule of one's own.
+    r"""A user-defined rule for FedAsync on any space: $\Theta \leftarrow \gamma(\Theta, \Theta_i; \alpha)$.
 
     Args:
-        rate: which part of the way to go.
+        rate: the fraction $\alpha$ of the geodesic to the client model.
     """
 
     rate: float
     cohort: int = 1
 
     def init(self, space: Manifold, start: Tensor) -> Any:
-        """Nothing is remembered."""
+        """Return `None`, because the rule has no state."""
 
     def message(self, space: Manifold, state: Any, current: Tensor, client_state: Any) -> Message:
-        """The current model."""
+        """Return the current model."""
         return Message(current)
 
     def step(self, space: Manifold, state: Any, update: Update, *, out: Tensor | None = None) -> tuple[Any, Outcome]:
-        """A part of the geodesic to the client's model."""
+        """Move along the geodesic to the client model."""
         return state, Outcome(geodesic(space, update.current, update.points[-1], self.rate))
 
 
 @dataclass(frozen=True)
 class Late:
-    """What a run leaves: its space, its last model, and the two averages of its late versions."""
+    """The results of a run: the space, the last model, the late versions, and two averages of the late versions."""
 
     space: ParameterSpace
     last: Tensor
@@ -82,7 +83,7 @@ class Late:
 
 
 def run(federation: FederatedDataset, manifolds: dict[str, Any], versions: int) -> Late:
-    """Train in virtual time; every listener hears of each version."""
+    """Train in virtual time, and update both averages with each version."""
     model = federation.model()
     space = ParameterSpace.of(model, manifolds)
     loss = space.loss(model, nn.functional.cross_entropy)
@@ -117,19 +118,19 @@ def run(federation: FederatedDataset, manifolds: dict[str, Any], versions: int) 
 
 @dataclass(frozen=True)
 class Judge:
-    """What held-out samples say of a model."""
+    """An evaluation of models on the held-out samples."""
 
     federation: FederatedDataset
 
     @property
     def held_out(self) -> tuple[Tensor, Tensor]:
-        """Inputs and labels."""
+        """The inputs and labels of the held-out samples."""
         index = torch.from_numpy(np.concatenate(self.federation.held_out))
         return self.federation.dataset.inputs[index], self.federation.dataset.labels[index]
 
     @torch.no_grad()
     def grade(self, space: ParameterSpace, *thetas: Tensor) -> tuple[float, float, float]:
-        """Accuracy, NLL and ECE of the mean prediction of models."""
+        """Return the accuracy, the NLL and the ECE of the mean prediction of several models."""
         inputs, labels = self.held_out
         each = [space.load(self.federation.model(), theta)(inputs).double().softmax(-1) for theta in thetas]
         p = torch.stack(each).mean(0)
@@ -138,10 +139,10 @@ class Judge:
 
 
 def calibration_error(probabilities: Tensor, targets: Tensor, bins: int = BINS) -> float:
-    r"""$\mathrm{ECE} = \sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|$ of predictions (n, classes).
+    r"""Compute $\mathrm{ECE} = \sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|$ of predictions (n, classes).
 
-    They are sorted into bins by the probability of the most probable class, $\hat p \in (\frac{b-1}{B}, \frac{b}{B}]$;
-    $\mathrm{acc}_b$ is the part of a bin whose guess is right, $\mathrm{conf}_b$ the mean of $\hat p$ in it.
+    Bin $b$ contains the samples whose most probable class has a probability $\hat p \in (\frac{b-1}{B}, \frac{b}{B}]$.
+    $\mathrm{acc}_b$ is the accuracy in the bin, and $\mathrm{conf}_b$ is the mean of $\hat p$ in the bin.
 
     Source: Guo, Pleiss, Sun, Weinberger 2017, (3).
     """
@@ -152,7 +153,7 @@ def calibration_error(probabilities: Tensor, targets: Tensor, bins: int = BINS) 
 
 
 def picture(found: dict[str, tuple[Late, Subspace]], file: Path) -> None:
-    """The late versions of each run and the simplex that was fitted to them, in the plane of their longest axes."""
+    """Draw the late versions of each run and the fitted simplex in the plane of the two longest axes."""
     figure = Figure(figsize=(6.4 * len(found), 5.2), dpi=150, layout="constrained")
     for axes, (name, (late, fitted)) in zip(
         figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True
@@ -173,14 +174,14 @@ def picture(found: dict[str, tuple[Late, Subspace]], file: Path) -> None:
 
 
 def main() -> None:
-    """Run, average, print the table, draw the picture."""
+    """Run the training on both spaces, print the table and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/averaging"), help="folder for the picture")
-    parser.add_argument("--versions", type=int, default=160, help="of the server's model")
-    parser.add_argument("--quick", action="store_true", help="a short run: does it work?")
+    parser.add_argument("--out", type=Path, default=Path("runs/averaging"), help="the folder of the figure")
+    parser.add_argument("--versions", type=int, default=160, help="the number of versions of the server model")
+    parser.add_argument("--quick", action="store_true", help="a short run that tests the script")
     options = parser.parse_args()
     versions, draws, steps = (48, 2, 1) if options.quick else (options.versions, 20, 20)
-    torch.set_num_threads(1)  # The network is too small to gain by more.
+    torch.set_num_threads(1)  # The network is too small to benefit from more threads.
     began = time.perf_counter()
     partition = partial(dirichlet_partition, concentration=0.5)
     digits = replace(load_dataset("digits"), model=network)

@@ -1,8 +1,8 @@
-"""Two clients that pull a model to two places, and what each correction makes of their stale updates.
+"""Compare corrections of stale updates from two clients with different optima.
 
-Each client has a quadratic loss in the plane. The two take turns, and every update started from the model of `delay`
-versions ago. Prints how far each method is from the joint optimum after 50 updates, and how much is lost by letting
-`AutoThreshold` choose instead of knowing the best fixed threshold; draws the trajectories.
+Each client has a quadratic loss in the plane. The clients alternate, and every update starts from the model of `delay`
+versions ago. The script prints the distance of each method to the joint optimum after 50 updates. It also prints the
+regret of `AutoThreshold`, relative to the best fixed threshold, and draws the trajectories.
 
     python examples/corrections.py
 """
@@ -54,24 +54,28 @@ class Problem:
 
     @property
     def optimum(self) -> Tensor:
-        """Where the sum of the losses is least."""
+        """The minimum of the sum of the losses."""
         pulls = [h @ m for h, m in zip(self.hessians, self.minima, strict=True)]
         return torch.linalg.solve(torch.stack(self.hessians).sum(0), torch.stack(pulls).sum(0))
 
     def loss(self, x: Tensor, client: int) -> Tensor:
-        """The loss of one client at points (..., 2)."""
+        """Return the loss of one client at points (..., 2)."""
         away = x - self.minima[client]
         return (away @ self.hessians[client] * away).sum(-1) / 2
 
     def train(self, client: int, x: Tensor) -> Tensor:
-        """A few steps of gradient descent from `x`."""
+        """Take `LOCAL_STEPS` steps of gradient descent from `x`."""
         for _ in range(LOCAL_STEPS):
             x = x - LOCAL_RATE * self.hessians[client] @ (x - self.minima[client])
         return x
 
 
 def problem(seed: int) -> Problem:
-    """Curvatures 1 and 0.1 to 0.5 along random axes, minima about (1, 0) and (-1, 0), a start 3 from the middle."""
+    """Draw a problem at random.
+
+    The curvatures are 1 and 0.1 to 0.5 along random axes. The minima are near (1, 0) and (-1, 0), and the start has the
+    distance 3 from the origin.
+    """
     draw = np.random.default_rng(seed)
     hessians, minima = [], []
     for client in range(2):
@@ -83,7 +87,7 @@ def problem(seed: int) -> Problem:
 
 
 def polar(radius: float, angle: float) -> Tensor:
-    """A point of the plane."""
+    """Return the point with these polar coordinates."""
     return radius * torch.tensor([math.cos(angle), math.sin(angle)], dtype=torch.float64)
 
 
@@ -91,18 +95,18 @@ Turns = Callable[[int], int]
 
 
 def take_turns(update: int) -> int:
-    """Both clients are equally fast."""
+    """Return the client of an update if both clients are equally fast."""
     return update % 2
 
 
 def by_chance(seed: int) -> Turns:
-    """Either client, with probability one half."""
+    """Return a random order of the clients. Each update comes from either client with probability 1/2."""
     order = np.random.default_rng(seed + 1000).integers(2, size=UPDATES).tolist()
     return lambda update: order[update]
 
 
 def run(task: Problem, correction: Correction, delay: int, turns: Turns = take_turns) -> Tensor:
-    """The server's models: (UPDATES + 1, 2)."""
+    """Run a correction and return the models of the server, (UPDATES + 1, 2)."""
     models, state = [task.start], None
     for update in range(UPDATES):
         base, current = models[max(0, update - delay)], models[-1]
@@ -114,7 +118,10 @@ def run(task: Problem, correction: Correction, delay: int, turns: Turns = take_t
 
 
 def run_orthofl(task: Problem, delay: int, turns: Turns = take_turns, rate: float = 0.6, power: float = 0.5) -> Tensor:
-    """OrthoFL's moving average; each client goes on from its own, calibrated model of `delay` versions ago."""
+    """Run OrthoFL's moving average and return the models of the server.
+
+    Each client continues from its own calibrated model of `delay` versions ago.
+    """
     models = [task.start]
     handed = [[(0, task.start)], [(0, task.start)]]
     for update in range(UPDATES):
@@ -128,26 +135,26 @@ def run_orthofl(task: Problem, delay: int, turns: Turns = take_turns, rate: floa
 
 
 def distance(task: Problem, models: Tensor) -> float:
-    """How far the last model is from the joint optimum."""
+    """Return the distance of the last model to the joint optimum."""
     return float((models[-1] - task.optimum).norm())
 
 
 def distances(
     seed: int, delay: int, *, chance: bool = False, names: Iterable[str] = tuple(METHODS)
 ) -> dict[str, float]:
-    """How far each correction ends from the joint optimum."""
+    """Return the final distance of each correction to the joint optimum."""
     task, turns = problem(seed), by_chance(seed) if chance else take_turns
     return {name: distance(task, run(task, METHODS[name], delay, turns)) for name in names}
 
 
 def regret(found: dict[str, float]) -> float:
-    """What AutoThreshold loses against the best fixed threshold, as a part of the spread from best to worst."""
+    """Return the regret of `AutoThreshold`: its excess over the best fixed threshold, relative to the spread."""
     fixed = [found[name] for name in FIXED]
     return (found["AutoThreshold"] - min(fixed)) / (max(fixed) - min(fixed))
 
 
 def table(seeds: int) -> tuple[str, dict[str, list[float]]]:
-    """Median distances, and median regrets; the distances again."""
+    """Return a table of median distances and median regrets, and the median distances by method."""
     middle = statistics.median
     turns = {delay: [distances(seed, delay) for seed in range(seeds)] for delay in DELAYS}
     lines = [f"distance to the joint optimum after {UPDATES} updates, median of {seeds} problems"]
@@ -165,7 +172,7 @@ def table(seeds: int) -> tuple[str, dict[str, list[float]]]:
 
 
 def draw(task: Problem, path: Path) -> None:
-    """Contours of the two losses, and the way of each method, a panel for each delay."""
+    """Draw the contours of the two losses and the trajectory of each method, with one panel for each delay."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -209,7 +216,7 @@ def draw(task: Problem, path: Path) -> None:
         panel.plot(*task.optimum.tolist(), "*", color="gold", ms=17, mec="black", label="joint optimum", zorder=6)
         for name, (colour, width) in shown.items():
             models = run_orthofl(task, delay) if name == "OrthoFL" else run(task, METHODS[name], delay)
-            # After both clients have answered: between the two a model goes to and fro.
+            # The line shows only every second model, because the model oscillates between the two clients.
             panel.plot(*models[::2].T.tolist(), color=colour, linewidth=width, label=name, alpha=0.85, zorder=3)
             panel.plot(*models[-1].tolist(), "o", color=colour, ms=7, mec="white", zorder=7)
         panel.set(title=f"delay {delay}", aspect="equal", xlabel="first parameter")
@@ -222,11 +229,11 @@ def draw(task: Problem, path: Path) -> None:
 
 
 def main() -> None:
-    """Print the table, draw the picture."""
+    """Print the table and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/corrections.png"), help="the picture, a PNG")
-    parser.add_argument("--seeds", type=int, default=20, help="how many problems are drawn")
-    parser.add_argument("--seed", type=int, default=0, help="the problem of the picture")
+    parser.add_argument("--out", type=Path, default=Path("runs/corrections.png"), help="the path of the figure (PNG)")
+    parser.add_argument("--seeds", type=int, default=20, help="the number of random problems")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the problem in the figure")
     options = parser.parse_args()
     text, medians = table(options.seeds)
     print(text)

@@ -1,13 +1,16 @@
-"""What a server makes of the way that clients went, and not only of where they came.
+"""Compare servers that use the local training path of a client with servers that use only its final model.
 
-First two clients in the plane whose quadratic losses disagree: a real server, trained by `Trajectory`. As its rate
-falls to zero it comes to rest where its steps balance, which along chords is not the optimum of the sum. Then digits:
-softmax regression over 20 clients that hold few labels each, with exponential delays. All methods of the second table
-are run side by side, so that one pass of a client's data serves them all; the server's steps are those of the rules.
+The first experiment has two clients in the plane with different quadratic losses. A server receives their updates while
+its rate decreases to zero. Its model converges to the point where the updates balance. For chords, this point is not
+the optimum of the sum of the losses.
+
+The second experiment trains softmax regression on the digits with 20 clients, few labels per client, and exponential
+delays. All methods of the second table run in parallel and share the passes over the data. The server steps are those
+of the rules.
 
     python examples/drift.py
 
-`--grid` searches the rates of the second table again, which takes minutes.
+The option `--grid` repeats the search for the rates of the second table, which takes minutes.
 """
 
 import argparse
@@ -29,7 +32,7 @@ from manifoldagg.federated.rules import ASGD, AsyncBezier, AsyncKrylov
 from manifoldagg.manifolds import Flat
 from manifoldagg.simulation import dirichlet_partition
 
-# Two clients in the plane.
+# The first experiment: two clients in the plane.
 
 LOCAL_STEPS = 10
 LOCAL_RATE = 0.2
@@ -40,12 +43,12 @@ MINIMA = (torch.tensor([-1.0, 1.2]), torch.tensor([1.2, -0.8]))
 
 @dataclass(frozen=True)
 class Way:
-    """One way to use local training: what a client sends, and how the server goes along it.
+    """A method of the first experiment.
 
     Attributes:
-        rule: of the server, given its rate.
-        trainer: of the clients, given how many steps they take.
-        fewer: whether steps become fewer as the rate falls, at full weight, instead of counting for less.
+        rule: a function that returns the rule of the server for a rate.
+        trainer: a function that returns the trainer of the clients for a number of local steps.
+        fewer: whether a lower rate reduces the number of local steps instead of the weight of an update.
     """
 
     rule: Callable[[Callable[[int], float]], Rule]
@@ -54,23 +57,23 @@ class Way:
 
 
 def local(steps: int) -> clients.Local:
-    """Local training that sends its end."""
+    """Return a trainer that sends the final model."""
     return clients.Local(steps=steps, optimizer=torch.optim.SGD, rate=LOCAL_RATE)
 
 
 def fitted(degree: int) -> Callable[[int], clients.Local]:
-    """Local training that sends a Bézier curve."""
+    """Return a function that makes a trainer which sends a Bézier curve fitted to its path."""
     return lambda steps: clients.Trajectory(degree=degree, steps=steps, optimizer=torch.optim.SGD, rate=LOCAL_RATE)
 
 
 def corners(steps: int) -> clients.Local:
-    """Local training that sends its path."""
+    """Return a trainer that sends its path."""
     return clients.Trajectory(pieces=LOCAL_STEPS, steps=steps, optimizer=torch.optim.SGD, rate=LOCAL_RATE)
 
 
 WAYS = {
     "chord": Way(ASGD, local),
-    # Of less than one step the server takes a part.
+    # If the rate requires less than one local step, the server applies a fraction of the step.
     "fewer steps, full weight": Way(
         lambda rate: ASGD(lambda version: min(1.0, rate(version) * LOCAL_STEPS)), local, fewer=True
     ),
@@ -85,20 +88,20 @@ CLIENT_DATA = tuple(zip(HESSIANS, MINIMA, strict=True))
 
 
 def loss(x: Tensor, data: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss of one client at points (..., 2)."""
+    """Return the loss of one client at points (..., 2)."""
     hessian, minimum = data
     away = x - minimum
     return (away @ hessian * away).sum(-1) / 2
 
 
 def optimum() -> Tensor:
-    """Where the sum of the two losses is least."""
+    """Return the minimum of the sum of the two losses."""
     pulls = sum(h @ m for h, m in zip(HESSIANS, MINIMA, strict=True))
     return torch.linalg.solve(sum(HESSIANS), pulls)
 
 
 def settle(way: Way, updates: int) -> tuple[Tensor, int]:
-    """The model after clients have taken turns, its rate falling from .5 to 0; and how many gradients that took."""
+    """Train with alternating clients while the rate decreases from 0.5 to 0. Return the model and the gradients."""
 
     def rate(version: int) -> float:
         return 0.5 * (1 - version / updates)
@@ -119,12 +122,12 @@ def settle(way: Way, updates: int) -> tuple[Tensor, int]:
 
 
 def rests(updates: int) -> dict[str, tuple[Tensor, int]]:
-    """Where each way comes to rest, and its gradients."""
+    """Return the final model and the number of gradients of each method."""
     return {name: settle(way, updates) for name, way in WAYS.items()}
 
 
 def draw(found: dict[str, tuple[Tensor, int]], path: Path) -> None:
-    """The local paths from the joint optimum, their chords and fits; and where each way rests."""
+    """Draw the local paths from the joint optimum with their chords and fits, and the final model of each method."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -162,7 +165,7 @@ def draw(found: dict[str, tuple[Tensor, int]], path: Path) -> None:
 
 
 def local_path(client: int, x: Tensor) -> Tensor:
-    """The iterates of gradient descent."""
+    """Return the iterates of gradient descent on the loss of a client."""
     found = [x]
     for _ in range(LOCAL_STEPS):
         found.append(found[-1] - LOCAL_RATE * HESSIANS[client] @ (found[-1] - MINIMA[client]))
@@ -170,7 +173,7 @@ def local_path(client: int, x: Tensor) -> Tensor:
 
 
 def control_points(degree: int, steps: int) -> Tensor:
-    """The matrix that makes the control points after the start of iterates: (degree, steps + 1)."""
+    """Return the matrix (degree, steps + 1) that maps iterates to the control points after the start."""
     b = basis(degree, torch.linspace(0, 1, steps + 1, dtype=torch.float64))
     ends = torch.zeros(2, steps + 1, dtype=torch.float64)
     ends[0, 0] = ends[1, -1] = 1
@@ -178,7 +181,7 @@ def control_points(degree: int, steps: int) -> Tensor:
     return torch.cat([torch.linalg.pinv(b[:, 1:degree]) @ rest, ends[1:]]).float()
 
 
-# Digits.
+# The second experiment: digits.
 
 CLIENTS = 20
 STEPS = 20
@@ -190,13 +193,13 @@ FIT = control_points(2, STEPS)
 
 @dataclass(frozen=True)
 class Method:
-    """A column of the second table.
+    """A method of the second experiment, which is a row of the second table.
 
     Attributes:
-        rule: of the server, given its rate.
-        points: what of the iterates less the start, (steps + 1, P), a client sends.
-        slows: whether the local rate falls with the server's.
-        fewer: whether local steps do.
+        rule: a function that returns the rule of the server for a rate.
+        points: a function that selects what a client sends from its iterates minus the start, (steps + 1, P).
+        slows: whether the local rate decreases with the server rate.
+        fewer: whether the number of local steps decreases with the server rate.
     """
 
     rule: Callable[[Callable[[int], float]], Rule]
@@ -206,22 +209,22 @@ class Method:
 
 
 def curved(**options: object) -> Callable[[Callable[[int], float]], Rule]:
-    """AsyncBezier without a correction."""
+    """Return a function that makes `AsyncBezier` without a correction for a rate."""
     return lambda rate: AsyncBezier(rate, threshold=-1.0, **options)
 
 
 def end(path: Tensor) -> Tensor:
-    """A model alone."""
+    """Return the final model."""
     return path[-1:]
 
 
 def fit(path: Tensor) -> Tensor:
-    """The control points of a quadratic curve."""
+    """Return the control points of a quadratic curve fitted to the path."""
     return FIT @ path
 
 
 def pieces(path: Tensor) -> Tensor:
-    """Points of the path."""
+    """Return `PIECES` points of the path."""
     return path[:: STEPS // PIECES][1:]
 
 
@@ -243,11 +246,11 @@ Setting = tuple[str, float, float]
 
 
 class Digits:
-    """Softmax regression on digits, whose clients hold few labels each; each client counts alike.
+    """Softmax regression on the digits. Each client has few labels, and all clients have equal weights.
 
     Args:
-        decay: of the weights in the loss. Without it a model that fits every client exists, at infinity.
-        seed: of who has what and who comes when.
+        decay: the weight decay of the loss. Without weight decay, the infimum of the loss is only reached at infinity.
+        seed: the seed of the partition and of the delays.
     """
 
     def __init__(self, decay: float, seed: int) -> None:
@@ -263,18 +266,18 @@ class Digits:
         self.data = [(inputs[part], targets[part]) for part in parts if len(part)]
 
     def gradient(self, w: Tensor, client: int) -> Tensor:
-        """Of the client's loss at many models at once, (runs, features, labels)."""
+        """Return the gradient of the loss of a client at several models at once, (runs, features, labels)."""
         x, y = self.data[client]
         scores = (x @ w.transpose(0, 1).reshape(FEATURES, -1)).view(len(x), len(w), LABELS)
         wrong = (scores.softmax(-1) - one_hot(y, LABELS)[:, None]) / len(x)
         return (x.T @ wrong.view(len(x), -1)).view(FEATURES, len(w), LABELS).transpose(0, 1) + self.decay * w
 
     def loss(self, w: Tensor) -> Tensor:
-        """The mean of the clients' losses at one model."""
+        """Return the mean of the losses of all clients at one model."""
         return sum(cross_entropy(x @ w, y) for x, y in self.data) / len(self.data) + self.decay / 2 * w.square().sum()
 
     def least(self) -> float:
-        """The least mean loss."""
+        """Return the minimum of the mean loss."""
         w = torch.zeros(FEATURES, LABELS, requires_grad=True)
         descent = torch.optim.LBFGS([w], max_iter=1000, tolerance_grad=1e-6, tolerance_change=0, history_size=30,
                                     line_search_fn="strong_wolfe")  # fmt: skip
@@ -289,7 +292,7 @@ class Digits:
         return self.loss(w.detach()).item()
 
     def arrivals(self, updates: int) -> Iterable[int]:
-        """Who comes, in order of time: each client again after an exponential delay."""
+        """Yield the clients in order of their completion times. Each task of a client has an exponential delay."""
         generator = np.random.default_rng([self.seed, 1])
         due = [(generator.exponential(), client) for client in range(len(self.data))]
         heapq.heapify(due)
@@ -300,12 +303,12 @@ class Digits:
 
 
 def falling(rate: float, updates: int) -> Callable[[int], float]:
-    """A rate that falls to zero on a line."""
+    """Return a rate that decreases linearly to zero."""
     return lambda version: rate * (1 - version / updates)
 
 
 def compare(digits: Digits, settings: list[Setting], updates: int) -> tuple[list[float], list[float]]:
-    """The loss over the least one, and the gradients an update, of (method, local rate, server rate) each."""
+    """Return the excess loss and the gradients per update for each setting (method, local rate, server rate)."""
     space = Flat(FEATURES * LABELS)
     methods = [METHODS[name] for name, _, _ in settings]
     schedules = [falling(rate, updates) for _, _, rate in settings]
@@ -326,7 +329,7 @@ def compare(digits: Digits, settings: list[Setting], updates: int) -> tuple[list
         theta = bases.view(-1, FEATURES, LABELS)
         path = [bases]
         for k in range(STEPS):
-            # A part of a step is one of a smaller rate.
+            # A fraction of a step is a step with a smaller rate.
             share = (local_rates * (steps - k).clamp(0, 1))[:, None, None]
             theta = theta - share * digits.gradient(theta, client)
             path.append(theta.flatten(1))
@@ -359,11 +362,11 @@ BEST: dict[float, dict[str, tuple[float, float]]] = {
         "chord, path read": (0.025, 1.0),
     },
 }
-"""The best local rates and server rates of `GRID`, by `--grid`."""
+"""The best local rates and server rates of `GRID`, as computed by `--grid`."""
 
 
 def search(decay: float, seed: int, updates: int) -> dict[str, tuple[float, float]]:
-    """The best local rate and server rate of each method on a seed."""
+    """Return the best local rate and server rate of each method for a seed."""
     settings = [(name, *rates) for name in METHODS for rates in GRID]
     losses, _ = compare(Digits(decay, seed), settings, updates)
     found = sorted(zip(losses, settings, strict=True), reverse=True)
@@ -371,7 +374,7 @@ def search(decay: float, seed: int, updates: int) -> dict[str, tuple[float, floa
 
 
 def table(seed: int, updates: int, best: dict[float, dict[str, tuple[float, float]]]) -> str:
-    """The losses and gradients of the methods at their best rates."""
+    """Return a table of the losses and gradients of the methods at their best rates."""
     found = {}
     for decay in DECAYS:
         settings = [(name, *best[decay][name]) for name in METHODS]
@@ -388,12 +391,12 @@ def table(seed: int, updates: int, best: dict[float, dict[str, tuple[float, floa
 
 
 def main() -> None:
-    """Print both tables, draw the picture."""
+    """Print both tables and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/drift.png"), help="the picture, a PNG")
-    parser.add_argument("--seed", type=int, default=0, help="of the digits")
-    parser.add_argument("--grid", action="store_true", help="search the rates of the digits again, on seed 0")
-    parser.add_argument("--quick", action="store_true", help="a few updates, to see that it runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/drift.png"), help="the path of the figure (PNG)")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the second experiment")
+    parser.add_argument("--grid", action="store_true", help="search the rates of the second experiment with seed 0")
+    parser.add_argument("--quick", action="store_true", help="a few updates that test the script")
     options = parser.parse_args()
     plane, updates = (12, 10) if options.quick else (200, 1500)
     found = rests(plane)

@@ -1,4 +1,4 @@
-"""Draw the idea of the library in five pictures: a curve, a correction, a frame, a step and an average.
+"""Draw the concepts of the library in five pictures: a curve, a correction, a frame, a step and an average.
 
 The models have two parameters. The library computes all curves, corrections, steps and averages.
 

@@ -1,13 +1,18 @@
-"""Two networks trained apart, and the ways between them: the chord, learned curves, a tunnel and two simplices.
+"""Connect two independently trained networks by a chord, learned curves, a tunnel and two simplices.
 
     python examples/mode_connectivity.py --data folder/with/mnist --out pictures
 
-The networks begin at different seeds and see batches in different orders. On the straight line between them the loss is
-high; a curve with a learned control point goes around. All weights of the network are one point of a flat space.
+The networks have different seeds and different orders of batches. The loss is high on the straight line between the
+networks, and a curve with a learned control point avoids this region. All weights of a network are one point of a flat
+space.
 
-Prints a table: accuracies on held-out images at both ends of each path, in its middle and at its worst place; the
-barrier, by how much the loss rises above the line between its ends; and Q, how many times better than the chord the
-path is on average. Draws the planes of both curves and the losses along all paths.
+The script prints a table with these columns for each path:
+
+- accuracies on held-out images at both ends, in the middle and at the worst point;
+- the barrier, which is the largest increase of the loss above the line between the losses of the ends;
+- Q, the mean ratio of the loss on the chord to the loss on the path, at the same fraction of their length.
+
+It also draws the planes of both curves and the losses along all paths.
 """
 
 import argparse
@@ -51,14 +56,14 @@ COLOURS = {"chord": "crimson", "quadratic": "black", "cubic": "#0072b2", "tunnel
 
 @dataclass(frozen=True)
 class Data:
-    """Training batches, and held-out images with their labels."""
+    """The training batches, and the held-out images with their labels."""
 
     batches: list[tuple[Tensor, Tensor]]
     held_out: tuple[Tensor, Tensor]
 
 
 def network() -> nn.Module:
-    """A small CNN for grey images of any size from 8 x 8 on: 9,802 parameters, no BatchNorm."""
+    """Return a CNN with 9,802 parameters and without BatchNorm for grey images of at least 8 x 8 pixels."""
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, stride=2, padding=1),
         nn.ReLU(),
@@ -73,7 +78,7 @@ def network() -> nn.Module:
 
 
 def load(folder: Path | None, part: float) -> Data:
-    """The ten thousand test images of MNIST, or the digits of scikit-learn; `part` of them."""
+    """Load a fraction `part` of the 10,000 test images of MNIST, or of the digits of scikit-learn."""
     if folder is None or not folder.is_dir():
         why = "no --data given" if folder is None else f"there is no folder {folder}"
         print(f"{why}: the 8 x 8 digits of scikit-learn in place of MNIST")
@@ -89,7 +94,7 @@ def load(folder: Path | None, part: float) -> Data:
 
 
 def trained(space: ParameterSpace, loss: Loss, data: Data, seed: int, epochs: int) -> Tensor:
-    """A network of its own seed, trained on batches in an order of its own: the end of a curve of degree 1."""
+    """Train a network with its own seed and order of batches, as the end point of a curve of degree 1."""
     torch.manual_seed(seed)
     start = space.point(network())
     batches = [data.batches[i] for i in torch.randperm(len(data.batches))]
@@ -98,7 +103,7 @@ def trained(space: ParameterSpace, loss: Loss, data: Data, seed: int, epochs: in
 
 @dataclass(frozen=True)
 class Way:
-    """A path between the two networks, with its profiles, and the accuracy of models drawn from around it."""
+    """A path between the two networks, with its loss and error profiles, and accuracies of models sampled around it."""
 
     name: str
     length: float
@@ -107,7 +112,7 @@ class Way:
     inside: list[float]
 
     def row(self) -> str:
-        """A line of the table."""
+        """Format a row of the table."""
         start, middle, end = (100 - 100 * self.error.losses[i].item() for i in (0, len(self.error.losses) // 2, -1))
         worst = 100 - 100 * self.error.losses.max().item()
         drawn = f"{fmean(self.inside):>8.1f} {min(self.inside):>7.1f}" if self.inside else f"{'':>8} {'':>7}"
@@ -119,7 +124,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Judge:
-    """What held-out images say of a point: its cross-entropy, and the part that it gets wrong."""
+    """An evaluation of models on the held-out images: cross-entropy and error rate."""
 
     space: ParameterSpace
     model: nn.Module
@@ -128,16 +133,16 @@ class Judge:
 
     @torch.no_grad()
     def loss(self, theta: Tensor) -> float:
-        """Cross-entropy."""
+        """Return the cross-entropy of a model."""
         return nn.functional.cross_entropy(self._outputs(theta), self.labels).item()
 
     @torch.no_grad()
     def error(self, theta: Tensor) -> float:
-        """The part of the images whose label is missed."""
+        """Return the fraction of misclassified images."""
         return (self._outputs(theta).argmax(1) != self.labels).double().mean().item()
 
     def way(self, name: str, curve: CurveEmbedding, phi: Tensor, drawn: Iterable[Tensor] = (), *, points: int) -> Way:
-        """A path and its profiles at equal parts of its length."""
+        """Evaluate a path at points that divide its length equally."""
         loss, error = (barrier(curve, phi, f, points=points, by="length") for f in (self.loss, self.error))
         inside = [100 - 100 * self.error(theta) for theta in drawn]
         return Way(name, curve.length(phi).item(), loss, error, inside)
@@ -147,7 +152,7 @@ class Judge:
 
 
 def picture(planes: dict[str, Plane], ways: Sequence[Way], file: Path) -> None:
-    """The planes of curves, and the losses along all ways."""
+    """Draw the planes of the curves and the losses along all paths."""
     figure = Figure(figsize=(6.2 * len(planes) + 5, 4.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     *left, right = figure.subplots(1, len(planes) + 1, width_ratios=[6.2] * len(planes) + [5])
@@ -171,21 +176,21 @@ def picture(planes: dict[str, Plane], ways: Sequence[Way], file: Path) -> None:
 
 
 def main() -> None:
-    """Train, connect, print the table, draw the picture."""
+    """Train and connect two networks, print the table and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--data", type=Path, help="folder of IDX files, such as MNIST's; digits of scikit-learn if absent"
+        "--data", type=Path, help="a folder of IDX files, such as MNIST; by default the digits of scikit-learn"
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/mode-connectivity"), help="folder for the picture")
-    parser.add_argument("--epochs", type=int, default=12, help="of training each network")
-    parser.add_argument("--curve-epochs", type=int, default=10, help="of learning each way between")
-    parser.add_argument("--radius", type=float, default=0.1, help="of the tunnel, in units of the chord")
-    parser.add_argument("--quick", action="store_true", help="a few steps on little data: does it run?")
+    parser.add_argument("--out", type=Path, default=Path("runs/mode-connectivity"), help="the folder of the figure")
+    parser.add_argument("--epochs", type=int, default=12, help="the number of epochs for each network")
+    parser.add_argument("--curve-epochs", type=int, default=10, help="the number of epochs for each path")
+    parser.add_argument("--radius", type=float, default=0.1, help="the radius of the tunnel, in chord lengths")
+    parser.add_argument("--quick", action="store_true", help="a few steps on little data that test the script")
     options = parser.parse_args()
     epochs, curve_epochs, points, resolution, draws, part = (
         (1, 1, 5, 4, 2, 0.05) if options.quick else (options.epochs, options.curve_epochs, 21, 21, 20, 1.0)
     )
-    torch.set_num_threads(1)  # The network is too small to gain by more.
+    torch.set_num_threads(1)  # The network is too small to benefit from more threads.
     began = time.perf_counter()
     data = load(options.data, part)
     model = network()
@@ -195,14 +200,14 @@ def main() -> None:
     a, b = (trained(space, loss, data, seed, epochs) for seed in (1, 2))
 
     def learn(embedding: Embedding, **given: Any) -> Tensor:
-        """Points of an embedding that has the two networks in it."""
+        """Fit an embedding that contains the two networks, and return its points."""
         generator = torch.Generator().manual_seed(0)
         phases = Phases((0, curve_epochs))
         return fit(embedding, loss, data.batches, phases=phases, training=TRAINING, generator=generator, **given).phi
 
     line, quadratic, cubic = (Bezier(space, degree) for degree in (1, 2, 3))
     tunnel = Tunnel(quadratic, options.radius)
-    # Two triangles, from either network to a common edge: the chord lies in neither.
+    # Each triangle connects one network with a common edge. Neither triangle contains the chord.
     simplices = Complex(space, faces=((0, 2, 3), (1, 2, 3)))
     bent = Piecewise(space, degree=1, pieces=2)
     phi2, phi3, phi_t = (learn(embedding, start=a, end=b) for embedding in (quadratic, cubic, tunnel))

@@ -1,7 +1,8 @@
-"""Types and shapes of every call inside the package, checked while the tests run.
+"""Checks of the types and shapes of all calls inside the package during the tests.
 
-What beartype makes of a function's annotations is made at its first call; where they have shapes, sizes of one name are equal
-in a whole call. `jaxtyping.config.jaxtyping_disable` switches both off.
+At the first call of a function, beartype compiles a check of its annotations. If the annotations contain shapes,
+jaxtyping requires that sizes of the same name are equal within a call. `jaxtyping.config.jaxtyping_disable` disables
+both checks.
 """
 
 import ast
@@ -19,7 +20,7 @@ check = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
 
 
 def resolved(annotation, names):
-    """An annotation as a value; `Any` where it names what is not there yet, as the class whose method it is in."""
+    """Evaluate an annotation. The result is `Any` for a name that is not defined yet, such as the enclosing class."""
 
     def bears(value: annotation): ...
 
@@ -36,7 +37,7 @@ def has_shape(annotation):
 
 
 def built(function, annotations):
-    """The function with its checks, and what a call of it is in."""
+    """Return the function with its checks, and the context in which calls run, or `None` without shapes."""
     copy = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
@@ -49,7 +50,7 @@ def built(function, annotations):
 
 
 def checked(thing):
-    """A function, or a dataclass by its `__init__`."""
+    """Add checks to a function, or to the `__init__` of a dataclass."""
     if isinstance(thing, type):
         if "__dataclass_params__" in vars(thing) and thing.__dataclass_params__.init:
             thing.__init__ = checked(thing.__init__)
@@ -76,7 +77,7 @@ def checked(thing):
 
 
 class Decorates(ast.NodeTransformer):
-    """Functions are decorated first, under their other decorators, but for those that say `no_type_check`; classes last."""
+    """Add the check as the innermost decorator of functions without `no_type_check`, and the outermost of classes."""
 
     def visit_FunctionDef(self, node):
         if any(ast.unparse(decorator) == "no_type_check" for decorator in node.decorator_list):
@@ -95,7 +96,7 @@ class Decorates(ast.NodeTransformer):
 
 
 class Loader(importlib.machinery.SourceFileLoader):
-    """Compiles anew each time: what Python caches is without checks."""
+    """A loader that compiles with checks. It ignores Python's bytecode cache, which has no checks."""
 
     def get_code(self, fullname):
         tree = Decorates().visit(ast.parse(self.get_data(self.path), self.path))
@@ -107,7 +108,7 @@ class Loader(importlib.machinery.SourceFileLoader):
 
 
 class Finder:
-    """The modules of one package."""
+    """A finder of the modules of one package."""
 
     def __init__(self, package):
         self.package = package

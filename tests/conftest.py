@@ -1,4 +1,4 @@
-"""Shapes and types of every call are checked in the tests; hypothesis is derandomised in CI."""
+"""Configuration of all tests: shape and type checks of every call, hypothesis profiles, and shared fixtures."""
 
 import fcntl
 import os
@@ -13,9 +13,9 @@ import pytest
 from tests import checking
 
 collect_ignore = ["network"]
-"""`make test-flower` runs it."""
+"""Folders that pytest does not collect. `make test-flower` and `make test-diloco` run their files."""
 pytest.register_assert_rewrite("tests.federated.mutants")
-# Flower reports home otherwise, and asks whether there is a newer one.
+# These variables disable Flower's telemetry and its check for a newer version.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
 checking.install("manifoldagg")
@@ -29,15 +29,15 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 @pytest.fixture
 def as_shipped(monkeypatch):
-    """Without the shape checks: what a user sees who hands in what does not fit."""
+    """Disable the shape checks, so that a test sees the same errors as a user."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    """The folder of the site, built as `make docs` builds it: a warning is an error.
+    """The folder of the site, built like `make docs`, with warnings as errors.
 
-    It is built once, whichever processes share the tests.
+    All worker processes of pytest-xdist share one build.
     """
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
@@ -55,7 +55,7 @@ def site(tmp_path_factory):
 
 
 def pytest_collection_modifyitems(config, items):
-    """`soak` tests run when they are asked for."""
+    """Skip `soak` tests unless the marker expression selects them."""
     if "soak" not in (config.option.markexpr or ""):
         for item in items:
             if "soak" in item.keywords:
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Which law catches which mutant, from the tests that recorded it."""
+    """List the laws that detect each mutant, from the tests that recorded them."""
     caught = sorted(
         (report.fspath, name, laws)
         for reports in terminalreporter.stats.values()

@@ -1,4 +1,4 @@
-"""Write a small file of each format. `python -m tests.format_files` replaces those that the tests read."""
+"""Write a small file of each format. `python -m tests.format_files` replaces the files that the tests read."""
 
 import contextlib
 from pathlib import Path
@@ -23,7 +23,7 @@ MODEL = torch.tensor([2.0, 2.0, 1.0, 1.0])
 
 
 def updated(**options):
-    """A server with one accepted update, a dropped ticket, and a ticket in flight."""
+    """Return a server with one accepted update, a dropped ticket, and a ticket in flight."""
     server = Server.of(NETWORK, RULE, limits=ServerLimits(history_size=3), **options)
     ticket = server.dispatch("ward-7")
     server.receive(ticket, Payload(POINT, 10, buffers=ticket.message.buffers)).check()
@@ -33,7 +33,7 @@ def updated(**options):
 
 
 def fitted(steps, resume=None) -> Fit:
-    """A line from 0 that is fitted to the end point (1, 2)."""
+    """Fit a line from 0 to the end point (1, 2)."""
     end = torch.tensor([1.0, 2.0])
     return fit(
         Bezier(Flat(2), degree=1),
@@ -47,7 +47,7 @@ def fitted(steps, resume=None) -> Fit:
 
 
 def averaged(*models):
-    """The average of models with the versions 0, 1, …"""
+    """Average models with the versions 0, 1, …"""
     average = SWA(Flat(2))
     for version, model in enumerate(models):
         average.update(version, model)

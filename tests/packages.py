@@ -65,7 +65,7 @@ IGNORED_WARNINGS = (
 DESELECTED = (
     # torch 2.6 deletes a temporary folder only at the end of the process, which gives a ResourceWarning.
     "tests/cli/test_cli.py::test_a_comparison_prints_a_table_and_writes_a_report",
-    "tests/cli/test_cli.py::test_what_is_interrupted_and_killed_goes_on_to_the_same_report",
+    "tests/cli/test_cli.py::test_resume_after_interrupt_and_kill_writes_the_same_report",
 )
 """Tests that fail with the oldest versions."""
 EXTRA_SNIPPETS = {

@@ -1,7 +1,8 @@
-"""Small worlds: a process a rank. They meet by a file, over the loopback, and end by themselves.
+"""Process groups of `torch.distributed` for tests, with one process per rank.
 
-A module that calls `main` imports once, forks the ranks of each world, and leaves what each found as FOLDER/WORLD-RANK.pt;
-`found` runs it. Modules that are loaded by the time of the fork are loaded once.
+The ranks of a world connect with a `FileStore` over the loopback interface, and a timeout ends them. A module that
+calls `main` imports its dependencies once and forks the ranks of each world. Each rank writes its results to the file
+FOLDER/WORLD-RANK.pt. `run_ranks` runs such a module.
 """
 
 import multiprocessing
@@ -13,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._dynamo  # DTensors load it: once, before the forks
+import torch._dynamo  # DTensors import it, so it is imported once before the forks.
 import torch.distributed as dist
 
 PATIENCE = 50
@@ -29,7 +30,7 @@ def _rank(cases, rank, world, folder):
 
 
 def main(cases):
-    """Of what stands on the command line: a folder, and the sizes of worlds. `cases(rank, world)` is what a rank finds."""
+    """Run worlds of the sizes on the command line and write the results of `cases(rank, world)` to the given folder."""
     folder, *worlds = sys.argv[1:]
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")
@@ -43,8 +44,8 @@ def main(cases):
             sys.exit(f"a world of {world} failed: {[process.exitcode for process in ranks]}")
 
 
-def found(module, folder, *worlds):
-    """By the size of its world, what each rank of a module's found."""
+def run_ranks(module, folder, *worlds):
+    """Run a module, and return the results of its ranks by the size of the world."""
     variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", module, str(folder), *map(str, worlds)]
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200, check=False)

@@ -1,4 +1,4 @@
-"""The options of a server, written flat in tests that vary a few of them."""
+"""A helper for tests that pass options of a server as flat keywords."""
 
 from dataclasses import fields
 
@@ -11,9 +11,9 @@ DURABILITY = {field.name for field in fields(Durability)}
 
 
 def grouped(**flat):
-    """The keywords of a server, of the fields of its `limits`, `memory` and `durability`.
+    """Group flat keywords into the `limits`, `memory` and `durability` of a server.
 
-    `memory_limit` is the limit of `memory`, and `update_limits` that of updates, beside single fields of it.
+    `memory_limit` is the field `limit` of `memory`. Single fields of the limits of updates override `update_limits`.
     """
     taken = set()
 
@@ -39,6 +39,6 @@ def grouped(**flat):
 
 
 def with_buffers(start, options):
-    """The start of a server, with the options `buffers` and `buffer_policy`, which are removed."""
+    """Return the start of a server with the options `buffers` and `buffer_policy`, and remove them from the options."""
     buffers, policy = options.pop("buffers", None), options.pop("buffer_policy", ())
     return start if buffers is None and not policy else InitialModel(start, buffers, policy)

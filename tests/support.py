@@ -1,4 +1,4 @@
-"""What several test files share: draws (a seeded generator makes tensors, hypothesis its seed), and what a package has."""
+"""Helpers that several test files share: hypothesis strategies, random tensors, and searches in packages."""
 
 import sys
 from collections.abc import Iterator
@@ -21,40 +21,40 @@ dtypes = st.sampled_from([torch.float32, torch.float64])
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:
-    """A normal tensor."""
+    """Draw a tensor of independent normal numbers."""
     generator = torch.Generator().manual_seed(seed)
     return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
 
 
 def rotation(seed: int, size: int) -> Tensor:
-    """A random orthogonal matrix in float64."""
+    """Return a random orthogonal matrix in float64."""
     return torch.linalg.qr(draw(seed, size, size)).Q
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """‖a − b‖ / max(‖a‖, ‖b‖), 0 for two zeros."""
+    """Return ‖a − b‖ / max(‖a‖, ‖b‖), or 0 if both norms are 0."""
     a, b = a.double(), b.double()
     scale = max(a.norm().item(), b.norm().item())
     return 0.0 if scale == 0 else (a - b).norm().item() / scale
 
 
 def numbers(gram) -> Tensor:
-    """A Gram matrix of floats as a tensor: (S, k, k), or (k, k) of one part."""
+    """Convert a Gram matrix of floats to a tensor of shape (S, k, k), or (k, k) for one segment."""
     return torch.from_numpy(gram.parts.astype(float)).squeeze(0)
 
 
 def exported(package: ModuleType) -> dict[str, Any]:
-    """What the public modules of a package have in `__all__`: a new file is found without being listed anywhere."""
+    """Return the values in `__all__` of all public modules of a package, by name, so that new modules are included."""
     prefix = f"{package.__name__}."
     names = [info.name for info in walk_packages(package.__path__, prefix) if "._" not in info.name]
     modules = [import_module(name) for name in names]
     return {name: getattr(module, name) for module in modules for name in getattr(module, "__all__", ())}
 
 
-def beside(name: str, *others: str) -> Iterator[ModuleType]:
-    """The other test files in the folder of one, by its `__name__`: what they register is found by their being there.
+def import_sibling_tests(name: str, *others: str) -> Iterator[ModuleType]:
+    """Import the other test modules in the folder of the module `name`, so that they register their laws and mutants.
 
-    Nor those that are called `others`, as they use what is registered.
+    The modules `others` are skipped, because they use the registered laws and mutants.
     """
     folder, _, own = name.rpartition(".")
     for found in iter_modules(import_module(folder).__path__):
@@ -62,8 +62,8 @@ def beside(name: str, *others: str) -> Iterator[ModuleType]:
             yield import_module(f"{folder}.{found.name}")
 
 
-def stopped(call, trace, error):
-    """Whether `call` ended with `error`, which `trace` raises in the frames that it looks at."""
+def raises_under_trace(call, trace, error):
+    """Run `call` with a trace function that may raise `error`. Return whether `call` raised this error."""
     before = sys.gettrace()
     sys.settrace(trace)
     try:
@@ -75,8 +75,8 @@ def stopped(call, trace, error):
     return False
 
 
-class Largest(TorchDispatchMode):
-    """How many numbers the largest tensor has that anything makes inside."""
+class LargestTensor(TorchDispatchMode):
+    """A context that records the number of entries of the largest tensor that any operation creates inside it."""
 
     numel = 0
 

@@ -1,4 +1,4 @@
-"""The page of benchmark results: every measured number comes from the logs."""
+"""Tests of the page of benchmark results: every measured number equals the number in the logs."""
 
 import doctest
 import importlib.util
@@ -18,17 +18,17 @@ def results():
     return module
 
 
-def test_the_page_and_its_tables_equal_the_logs(results):
+def test_page_and_tables_equal_those_rendered_from_the_logs(results):
     for path, text in results.render().items():
         assert path.read_text() == text, f"{path.relative_to(ROOT)}: run benchmarks/asynchrony/results.py"
 
 
-def test_the_readme_states_the_speedups_of_the_logs(results):
+def test_readme_states_the_speedups_of_the_logs(results):
     low, high = results.extreme(min), results.extreme(max)
     assert f"{low:.0f} to {high:.0f} times sooner" in " ".join((ROOT / "README.md").read_text().split())
 
 
-def test_the_examples_of_the_script_run(results):
+def test_docstring_examples_of_the_script_run(results):
     assert doctest.testmod(results).failed == 0
 
 

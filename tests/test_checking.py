@@ -1,4 +1,4 @@
-"""The checks of the tests themselves: they refuse what annotations do not say."""
+"""Tests of the type and shape checks in `tests.checking`: they reject calls that violate annotations."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.checking import checked
 
 
 @checked
-def cut(vector: Float[Tensor, " n"], other: Float[Tensor, " n"], count: int) -> Float[Tensor, " n"]:
+def truncated_sum(vector: Float[Tensor, " n"], other: Float[Tensor, " n"], count: int) -> Float[Tensor, " n"]:
     return (vector + other)[:count]
 
 
@@ -22,22 +22,22 @@ def cut(vector: Float[Tensor, " n"], other: Float[Tensor, " n"], count: int) -> 
         lambda: distance("flat", torch.ones(2), torch.ones(2)),
         lambda: Payload([torch.ones(2)], samples=1),
         lambda: Payload(torch.ones(2), samples=1),
-        lambda: cut(torch.ones(3), torch.ones(3), "3"),
-        lambda: cut(torch.ones(3), torch.ones(1), 3),
-        lambda: cut(torch.ones(3), torch.ones(3), 2),
+        lambda: truncated_sum(torch.ones(3), torch.ones(3), "3"),
+        lambda: truncated_sum(torch.ones(3), torch.ones(1), 3),
+        lambda: truncated_sum(torch.ones(3), torch.ones(3), 2),
     ],
     ids=["an argument", "a field", "dimensions", "a type", "sizes", "a result"],
 )
-def test_what_does_not_fit_an_annotation_is_refused(call):
+def test_calls_that_violate_annotations_are_rejected(call):
     with pytest.raises(BeartypeCallHintViolation):
         call()
 
 
-def test_each_call_has_sizes_of_its_own():
+def test_named_sizes_may_differ_between_calls():
     for n in (2, 3):
-        assert cut(torch.ones(n), torch.ones(n), n).tolist() == [2.0] * n
+        assert truncated_sum(torch.ones(n), torch.ones(n), n).tolist() == [2.0] * n
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_user_is_not_checked():
-    assert cut(torch.ones(3), torch.ones(1), 2).tolist() == [2.0, 2.0]
+def test_checks_are_disabled_as_shipped():
+    assert truncated_sum(torch.ones(3), torch.ones(1), 2).tolist() == [2.0, 2.0]

@@ -1,4 +1,4 @@
-"""The coordinator example: a client of the standard library, resumed uploads, and a coordinator that is killed twice."""
+"""Tests of the coordinator example: a client without dependencies, resumed uploads, and restarts after kills."""
 
 import ast
 import hashlib
@@ -108,7 +108,7 @@ def test_an_upload_continues_after_a_restart_from_the_last_stored_piece(tmp_path
         assert put(url, ticket, data, 0, 40)[0] == 202
         status, _, body = put(url, ticket, data, 60, 80)
         assert (status, json.loads(body)) == (409, {"received": 40})
-        assert put(url, ticket, data, 20, 40)[0] == 202  # a piece that arrives twice
+        assert put(url, ticket, data, 20, 40)[0] == 202  # This piece arrives twice.
     with serving(tmp_path) as (url, coordinator):
         status, _, body = call("GET", f"{url}/uploads/{ticket}")
         assert (status, json.loads(body)) == (202, {"received": 40})
@@ -121,7 +121,9 @@ def test_a_complete_upload_that_was_not_applied_is_applied_by_its_last_byte(tmp_
     with serving(tmp_path) as (url, _):
         ticket, model = task(url)
         data = result(model)
-        (tmp_path / "uploads" / ticket).write_bytes(data)  # killed between the last write and the update
+        (tmp_path / "uploads" / ticket).write_bytes(
+            data
+        )  # The file is that of a coordinator killed between the last write and the update.
     with serving(tmp_path) as (url, coordinator):
         assert put(url, ticket, data, len(data) - 1)[0] == 200
         assert coordinator.server.version == 1
@@ -147,7 +149,7 @@ def test_invalid_requests_change_nothing(tmp_path):
 
 
 class Process:
-    """A program of the example and the lines that it prints."""
+    """A running program of the example, with the lines that it prints."""
 
     def __init__(self, *command):
         command = ["timeout", "300", sys.executable, *map(str, command)]
@@ -196,7 +198,7 @@ def run(folder, kills):
         client = Process(FOLDER / "client.py", url, *told, *slow)
         running.append(client)
         for version in range(kills):
-            # In the middle of an upload: at least one piece is stored, and the client pauses before each piece.
+            # Wait for the middle of an upload: a piece is stored, and the client pauses before each piece.
             if version:
                 client.await_line(rf"^version {version},")
             uploads = folder / "server" / "uploads"

@@ -1,4 +1,4 @@
-"""The comparison of outer optimisers across data centres, at a size that says nothing: what is run, and what is told."""
+"""Tests of `benchmarks/datacentres.py`, the comparison of outer optimizers across data centres, at a small size."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def datacentres():
 
 @pytest.fixture
 def play(tmp_path):
-    """Of twelve speakers, who say more and more."""
+    """A folder with a play of twelve speakers, whose speeches have increasing lengths."""
     draw = np.random.default_rng(0)
     words = ["".join(draw.choice(list("abcde"), 4)) for _ in range(30)]
     speeches = [f"P{i}:\n{' '.join(draw.choice(words, 40 + 20 * i))}" for i in range(12)]
@@ -32,16 +32,16 @@ def play(tmp_path):
     return tmp_path
 
 
-def test_speakers_are_whole_and_workers_have_about_as_much(datacentres):
+def test_by_speaker_keeps_speakers_whole_and_balances_workers(datacentres):
     owners = np.repeat(np.arange(30), np.arange(30) % 7 + 1)
     parts = datacentres.by_speaker(owners, 4, np.random.default_rng(0), user_ids=owners)
     assert sorted(np.concatenate(parts)) == list(range(len(owners)))
     assert sum(len(set(owners[part])) for part in parts) == 30
-    # Who gets the last speaker had least.
+    # The last speaker goes to the worker with the fewest samples, so sizes differ by at most one speaker.
     assert max(map(len, parts)) - min(map(len, parts)) <= 7
 
 
-def test_every_method_has_as_many_trials(datacentres):
+def test_every_method_has_the_same_number_of_trials(datacentres):
     counts = {len(set(candidate.trials)) for candidate in datacentres.CANDIDATES.values()}
     assert len(counts) == 1
     for candidate in datacentres.CANDIDATES.values():
@@ -49,7 +49,7 @@ def test_every_method_has_as_many_trials(datacentres):
             candidate.make(rate, beta)
 
 
-def test_equal_tokens_and_what_is_done_is_not_done_again(datacentres, play, tmp_path, monkeypatch):
+def test_runs_use_equal_tokens_and_stored_runs_are_not_repeated(datacentres, play, tmp_path, monkeypatch):
     size = replace(datacentres.QUICK, arrivals=8, eval_every=4)
     few = {name: replace(one, trials=one.trials[:2]) for name, one in datacentres.CANDIDATES.items()}
     monkeypatch.setattr(datacentres, "CANDIDATES", few)
@@ -60,7 +60,7 @@ def test_equal_tokens_and_what_is_done_is_not_done_again(datacentres, play, tmp_
     tests = [row for row in map(json.loads, lines) if row["seed"] == 0]
     ends = {row["method"]: row["log"][-1] for row in tests}
     assert {end["tokens"] for end in ends.values()} == {8 * size.steps * size.batch * size.length}
-    # The slowest takes eight times as long as the fastest, whom the others wait for twice.
+    # The slowest worker takes eight times as long as the fastest. The synchronous method waits for it twice.
     assert ends["synchronous DiLoCo"]["time"] == 2 * 8 * size.steps
     assert ends["conflict_free_prefix"]["time"] == 4 * size.steps + size.steps
     for row in tests:
@@ -79,7 +79,7 @@ def test_equal_tokens_and_what_is_done_is_not_done_again(datacentres, play, tmp_
     assert not datacentres.Rows(path, datacentres.FULL).tests("conflict_free_prefix")
 
 
-def test_pairs_on_the_same_seeds_by_hand(datacentres):
+def test_differences_are_paired_by_seed(datacentres):
     scores = {
         "HeLoCo": {0: 2.0, 1: 4.0},
         "asynchronous DiLoCo": {0: 3.5, 1: 3.5},
@@ -88,5 +88,7 @@ def test_pairs_on_the_same_seeds_by_hand(datacentres):
     assert datacentres.best_baseline(scores) == "HeLoCo"
     apart = datacentres.less(scores, "HeLoCo")
     assert apart["OrthoDC"].value == -1.5
-    assert apart["OrthoDC"].half_width == pytest.approx(12.7062 * 0.5, rel=1e-4)  # t of one degree of freedom
+    assert apart["OrthoDC"].half_width == pytest.approx(
+        12.7062 * 0.5, rel=1e-4
+    )  # The factor is the t quantile for one degree of freedom.
     assert apart["asynchronous DiLoCo"].value == 0.5

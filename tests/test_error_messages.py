@@ -1,4 +1,4 @@
-"""The most likely mistakes: each message, word for word, on the page of common errors, and its source line."""
+"""Tests of messages for the most common mistakes: the page of common errors quotes each message exactly."""
 
 import re
 import subprocess
@@ -49,19 +49,19 @@ def step(update, rule=RULE):
     return aggregate(rule, None, model, model, update)
 
 
-def answered(model):
+def receive_state_dict(model):
     """Raise the reason why a server rejects a state dict."""
     server = Server.of(net(), RULE)
     return server.receive_model(server.dispatch("ward-7"), model, samples=10).check()
 
 
-def paid(points):
+def receive_points(points):
     """Raise the reason why a server rejects the points of a payload."""
     server = Server.of(net(), RULE)
     return server.receive(server.dispatch("ward-7"), Payload(points, samples=10)).check()
 
 
-def twice():
+def receive_dropped_ticket():
     server = Server.of(net(), RULE)
     ticket = server.dispatch("ward-7")
     server.drop(ticket)
@@ -93,20 +93,20 @@ MISTAKES = {
     "Client of another type": lambda: Server.of(net(), RULE, weights={"1": 10}).dispatch(1),
     "DataParallel": lambda: step(trained("module.")),
     "torch.compile": lambda: step(trained("_orig_mod.")),
-    "Module instead of a state dict": lambda: answered(net()),
+    "Module instead of a state dict": lambda: receive_state_dict(net()),
     "Module instead of a space": lambda: Server(net(), RULE, torch.zeros(72)),
     "State dict instead of a point": lambda: Server(ParameterSpace.of(net()), RULE, net().state_dict()),
     "Empty model": lambda: Server.of(nn.ReLU(), RULE),
     "Integer parameters": lambda: aggregate(RULE, None, INTEGERS, INTEGERS, INTEGERS),
-    "Single vector instead of points": lambda: paid(torch.zeros(72)),
-    "float64 from NumPy": lambda: paid(torch.zeros(1, 72).double()),
-    "Diverged client": lambda: answered({**trained(), "bias": torch.full((8,), torch.nan)}),
-    "Old ticket": twice,
+    "Single vector instead of points": lambda: receive_points(torch.zeros(72)),
+    "float64 from NumPy": lambda: receive_points(torch.zeros(1, 72).double()),
+    "Diverged client": lambda: receive_state_dict({**trained(), "bias": torch.full((8,), torch.nan)}),
+    "Old ticket": receive_dropped_ticket,
     "Plots without matplotlib": new_figure,
 }
 
 
-def said(mistake):
+def message_of(mistake):
     """Return the error or the warning of a mistake, as Python prints it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -123,16 +123,16 @@ def page():
     return dict(re.findall(r"^## (.*)\n\n```text\n(.*)\n```\n", PAGE.read_text(), flags=re.M))
 
 
-def test_the_page_lists_all_mistakes():
+def test_errors_page_lists_all_mistakes():
     assert list(page()) == list(MISTAKES)
 
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_page_has_each_message_word_for_word(mistake, monkeypatch):
+def test_errors_page_quotes_each_message_exactly(mistake, monkeypatch):
     if "matplotlib" in mistake:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert said(mistake) == page()[mistake]
+    assert message_of(mistake) == page()[mistake]
 
 
 WARNS = """
@@ -168,7 +168,7 @@ def test_warnings_point_to_the_line_of_the_caller(tmp_path):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_rule_by_its_name_gets_the_closest_class():
+def test_error_for_a_rule_name_suggests_the_closest_class():
     for name, hint in (("FedBuf", "; did you mean rules.FedBuff(...)?"), ("gravity", "")):
         with pytest.raises(ManifoldAggError, match=re.escape(f"got {name!r}{hint}") + "$"):
             step(trained(), name)
@@ -186,7 +186,7 @@ def test_a_rule_by_its_name_gets_the_closest_class():
         ("FedXgbBagging", "a rule from the table in docs/guide/rules.md"),
     ],
 )
-def test_a_strategy_of_flower_gets_the_rule_to_use(name, instead):
+def test_error_for_a_flower_strategy_suggests_a_rule(name, instead):
     with pytest.raises(ManifoldAggError) as caught:
         Server.of(net(), flower_strategy(name))
     assert str(caught.value) == (
@@ -195,7 +195,7 @@ def test_a_strategy_of_flower_gets_the_rule_to_use(name, instead):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_the_installed_strategies_of_flower_are_recognised():
+def test_strategies_of_the_installed_flower_are_recognised():
     strategies = pytest.importorskip("flwr.serverapp.strategy")
     with pytest.raises(ManifoldAggError, match=r"Flower's strategy FedAvg; use manifoldagg\.federated\.rules\.FedAvg$"):
         Server.of(net(), strategies.FedAvg())

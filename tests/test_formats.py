@@ -1,4 +1,4 @@
-"""The formats of files and messages: this version reads the files in `data/formats`, or names the version that does."""
+"""Tests of the formats of files and messages: this version reads the files in `tests/data/formats`."""
 
 import math
 import shutil
@@ -27,7 +27,7 @@ def folder(request, tmp_path):
 
 
 @pytest.mark.parametrize("journal", [None, "journal"])
-def test_a_stored_checkpoint_and_a_stored_journal_are_read(folder, journal):
+def test_stored_checkpoint_and_journal_are_read(folder, journal):
     path = folder / ("checkpoint" if journal is None else "missing")
     options = {} if journal is None else {"durability": Durability(journal=folder / journal)}
     server = Server.resume(path, NETWORK, RULE, **options)
@@ -38,7 +38,7 @@ def test_a_stored_checkpoint_and_a_stored_journal_are_read(folder, journal):
     assert server.state_dict().keys() == NETWORK.state_dict().keys()
 
 
-def test_a_stored_message_is_read(folder):
+def test_stored_message_is_read(folder):
     data = (folder / "message").read_bytes()
     payload = wire.unpack(data)
     assert torch.equal(payload.points, POINT)
@@ -47,7 +47,7 @@ def test_a_stored_message_is_read(folder):
     assert wire.ticket_of(data) == "a ticket"
 
 
-def test_a_stored_fit_and_a_stored_average_are_resumed(folder):
+def test_stored_fit_and_average_are_resumed(folder):
     resumed = fitted(4, folder / "fit")
     assert torch.equal(resumed.phi, fitted(4).phi)
     average = averaged()
@@ -56,7 +56,7 @@ def test_a_stored_fit_and_a_stored_average_are_resumed(folder):
     assert average.average.tolist() == [1.0, 2.0]
 
 
-def test_another_version_of_the_journal_is_named(folder):
+def test_another_version_of_the_journal_is_rejected_by_name(folder):
     path = folder / "journal.0.journal"
     header = log_format.Segment.read(path, 0).header
     assert header["version"] == log_format.VERSION
@@ -65,6 +65,6 @@ def test_another_version_of_the_journal_is_named(folder):
         Server.resume(folder / "missing", NETWORK, RULE, durability=Durability(journal=folder / "journal"))
 
 
-def test_there_is_a_stored_file_of_each_format(tmp_path):
+def test_each_format_has_a_stored_file(tmp_path):
     write(tmp_path)
     assert {path.name for path in FOLDER.iterdir()} == {path.name for path in tmp_path.iterdir()}

@@ -1,4 +1,4 @@
-"""The example over HTTP: three clients as processes, and whatever comes that is no honest upload."""
+"""Tests of the HTTP example: three client processes, repeated and invalid uploads, limits, and restarts."""
 
 import asyncio
 import errno
@@ -44,19 +44,19 @@ def uploads(tmp_path, monkeypatch):
     assert [*folder.iterdir()] == []
 
 
-def opened(limit=10_000, *, uploads=4, patience=5.0, grace=5.0, min_rate=1000.0, **options):
+def make_endpoints(limit=10_000, *, uploads=4, patience=5.0, grace=5.0, min_rate=1000.0, **options):
     server = Server.of(nn.Linear(2, 1), FedAsync(0.5), **grouped(**options))
     return Endpoints(server, limit=limit, uploads=uploads, patience=patience, grace=grace, min_rate=min_rate)
 
 
 def model_upload(sent, change=1.0):
-    """The headers and the safetensors file of a client that sends one model."""
+    """Return the headers and the safetensors file of a client that sends one model."""
     state = {name.removeprefix("start/"): x + change for name, x in load(sent).items() if name.startswith("start/")}
     return {"headers": {TICKET: wire.ticket_of(sent), "Samples": "10"}, "content": save(state)}
 
 
 def in_process(endpoints, talk):
-    """`talk` with the application in one loop, where bodies come piece by piece."""
+    """Run `talk` with the application in one event loop, so that bodies arrive in pieces."""
 
     async def run():
         transport = httpx.ASGITransport(endpoints.application())
@@ -67,7 +67,7 @@ def in_process(endpoints, talk):
 
 
 class Http:
-    """One call at a time."""
+    """An HTTP client that makes one call at a time."""
 
     def __init__(self, endpoints):
         self.endpoints = endpoints
@@ -89,7 +89,7 @@ class Http:
 
 @pytest.fixture
 def endpoints():
-    return opened()
+    return make_endpoints()
 
 
 @pytest.fixture
@@ -113,15 +113,15 @@ def tickets(endpoints):
     return len(endpoints.server._state.value.tickets)
 
 
-def test_a_client_without_the_module_learns_the_space(http, endpoints):
+def test_spec_endpoint_returns_the_parameter_space(http, endpoints):
     assert ParameterSpace.of_spec(http.get("/spec").json()) == endpoints.server.space
 
 
-def test_a_dispatch_that_is_asked_for_again_is_the_same_ticket(http, endpoints):
+def test_dispatch_is_idempotent_for_the_same_key(http, endpoints):
     first = dispatched(http)
     assert dispatched(http) == first
     assert tickets(endpoints) == 1
-    # A client that has started anew asks with another key: what it had is nobody's any more.
+    # A restarted client requests with another key, which drops its previous ticket.
     second = dispatched(http, key="second")
     assert wire.ticket_of(second) != wire.ticket_of(first)
     assert tickets(endpoints) == 1
@@ -129,7 +129,7 @@ def test_a_dispatch_that_is_asked_for_again_is_the_same_ticket(http, endpoints):
     assert http.post("/dispatch/ward-7").status_code == 400
 
 
-def test_an_answer_that_is_sent_again_gets_the_same_receipt(http, endpoints):
+def test_a_repeated_upload_gets_the_same_receipt(http, endpoints):
     data = upload(endpoints, dispatched(http))
     first, again = (http.post("/receive/ward-7", content=data) for _ in range(2))
     assert (first.status_code, again.status_code) == (200, 200)
@@ -138,7 +138,7 @@ def test_an_answer_that_is_sent_again_gets_the_same_receipt(http, endpoints):
     assert (tickets(endpoints), endpoints.sent) == (0, {})
 
 
-def test_a_late_copy_of_an_answer_leaves_the_next_ticket_alone(http, endpoints):
+def test_a_late_copy_of_an_upload_does_not_change_the_next_ticket(http, endpoints):
     data = upload(endpoints, dispatched(http))
     assert http.post("/receive/ward-7", content=data).status_code == 200
     second = dispatched(http, key="second")
@@ -147,15 +147,15 @@ def test_a_late_copy_of_an_answer_leaves_the_next_ticket_alone(http, endpoints):
     assert tickets(endpoints) == 1
 
 
-def test_nothing_is_kept_of_a_ticket_that_has_ended():
+def test_endpoints_forget_tickets_that_have_ended():
     now = [0.0]
-    endpoints = opened(timeout=600.0, clock=lambda: now[0])
+    endpoints = make_endpoints(timeout=600.0, clock=lambda: now[0])
     http = Http(endpoints)
     gone = dispatched(http)
     now[0] = 601.0
     dispatched(http, "ward-8")
     assert list(endpoints.sent) == ["ward-8"]
-    # The key of a ticket that is over gets one that can be answered.
+    # The key of an expired ticket gets a new valid ticket.
     fresh = dispatched(http)
     assert wire.ticket_of(fresh) != wire.ticket_of(gone)
     assert http.post("/receive/ward-7", content=upload(endpoints, fresh)).status_code == 200
@@ -164,7 +164,7 @@ def test_nothing_is_kept_of_a_ticket_that_has_ended():
     assert list(endpoints.sent) == ["ward-7"]
 
 
-def test_after_a_restart_an_old_ticket_can_be_answered_or_is_dropped_for_a_new_one(tmp_path):
+def test_a_ticket_from_before_a_restart_is_accepted_or_replaced(tmp_path):
     file = tmp_path / "server.checkpoint"
     endpoints = Endpoints(Server.of(nn.Linear(2, 1), FedAsync(0.5)), limit=10_000, checkpoint=file)
     http = Http(endpoints)
@@ -183,11 +183,11 @@ def test_after_a_restart_an_old_ticket_can_be_answered_or_is_dropped_for_a_new_o
     assert http.post("/receive/ward-8", content=upload(endpoints, sent[1])).status_code == 422
 
 
-def test_who_cannot_be_sent_anything_is_told_why():
-    http = Http(opened(weights={"ward-7": 3}))
+def test_a_rejected_dispatch_gives_the_reason():
+    http = Http(make_endpoints(weights={"ward-7": 3}))
     answer = http.post("/dispatch/ward-8", headers={"Idempotency-Key": "a"})
     assert (answer.status_code, answer.json()["reason"][:8]) == (422, "client: ")
-    endpoints = opened()
+    endpoints = make_endpoints()
     endpoints.server.close()
     answer = Http(endpoints).post("/dispatch/ward-8", headers={"Idempotency-Key": "a"})
     assert (answer.status_code, "closed" in answer.json()["reason"]) == (422, True)
@@ -203,7 +203,7 @@ def test_who_cannot_be_sent_anything_is_told_why():
     ],
     ids=["nothing", "text", "cut", "altered"],
 )
-def test_junk_is_told_what_it_is(http, endpoints, spoil, status, reason):
+def test_an_invalid_payload_is_rejected_with_a_reason(http, endpoints, spoil, status, reason):
     answer = http.post("/receive/ward-7", content=spoil(upload(endpoints, dispatched(http))))
     assert answer.status_code == status
     assert answer.json()["reason"].startswith(reason)
@@ -211,7 +211,7 @@ def test_junk_is_told_what_it_is(http, endpoints, spoil, status, reason):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_what_does_not_fit_is_refused_and_may_be_sent_anew(http, endpoints):
+def test_a_rejected_payload_leaves_the_ticket_valid(http, endpoints):
     sent = dispatched(http)
     broken = upload(endpoints, sent, points=torch.full((1, 3), float("nan")))
     refused = http.post("/receive/ward-7", content=broken)
@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_refused_and_may_be_sent_anew(http, endpoints):
     assert http.get("/status").json()["version"] == 1
 
 
-def test_what_is_too_large_is_told_before_it_has_come(endpoints):
+def test_a_body_that_is_too_large_is_rejected_early(endpoints):
     taken = []
 
     async def endless():
@@ -242,7 +242,7 @@ def test_what_is_too_large_is_told_before_it_has_come(endpoints):
     answer = in_process(endpoints, lambda http: http.post("/receive/ward-7", content=endless(), headers=ticket))
     assert (answer.status_code, answer.json()["reason"]) == (413, "body: expected at most 10000 bytes")
     assert len(taken) == 11
-    # With a length nothing is read at all.
+    # If `Content-Length` exceeds the limit, the server reads nothing.
     taken.clear()
     told = {"Content-Length": "10001", **ticket}
     answer = in_process(endpoints, lambda http: http.post("/receive/ward-7", content=endless(), headers=told))
@@ -250,8 +250,8 @@ def test_what_is_too_large_is_told_before_it_has_come(endpoints):
     assert endpoints.num_uploads == 0
 
 
-def test_an_upload_that_takes_too_long_ends():
-    endpoints = opened(patience=0.05)
+def test_an_upload_that_exceeds_the_patience_times_out():
+    endpoints = make_endpoints(patience=0.05)
 
     async def stalled():
         yield b"a"
@@ -262,8 +262,8 @@ def test_an_upload_that_takes_too_long_ends():
     assert (answer.status_code, endpoints.num_uploads) == (408, 0)
 
 
-def test_who_comes_when_all_hands_are_full_is_told_when_to_come_again():
-    endpoints = opened(uploads=1, max_in_flight=2)
+def test_a_busy_server_responds_with_retry_after():
+    endpoints = make_endpoints(uploads=1, max_in_flight=2)
 
     async def talk(http):
         sent, other = [
@@ -292,7 +292,7 @@ def test_who_comes_when_all_hands_are_full_is_told_when_to_come_again():
     assert (first.status_code, endpoints.num_uploads) == (200, 0)
 
 
-def test_a_client_asks_again_where_an_answer_was_lost():
+def test_client_repeats_requests_after_timeouts_and_busy_responses():
     ask = runpy.run_path(str(FOLDER / "client.py"))["ask"]
     seen = []
 
@@ -313,7 +313,7 @@ def test_a_client_asks_again_where_an_answer_was_lost():
 
 
 @pytest.mark.parametrize("told", ["Wed, 21 Oct 2026 07:28:00 GMT", "-1", "nan", "inf", "", "9" * 400])
-def test_a_client_outlives_whatever_it_is_told_to_wait(told, monkeypatch):
+def test_client_handles_every_retry_after_header(told, monkeypatch):
     client = runpy.run_path(str(FOLDER / "client.py"))
     waited = []
     monkeypatch.setattr(client["time"], "sleep", waited.append)
@@ -324,10 +324,10 @@ def test_a_client_outlives_whatever_it_is_told_to_wait(told, monkeypatch):
 
 
 class Process:
-    """A program of the example, its lines as they come; it ends with the test, whatever happens."""
+    """A running program of the example, with the lines that it prints. It ends with the test."""
 
     def __init__(self, *command):
-        # `timeout` ends it even if nobody is left to do so.
+        # `timeout` ends the program even if the test process is killed.
         self.process = subprocess.Popen(
             ["timeout", "300", sys.executable, *map(str, command)],
             stdout=subprocess.PIPE,
@@ -356,7 +356,7 @@ class Process:
         self.process.stdout.close()
 
 
-def test_three_processes_on_the_loopback(tmp_path):
+def test_three_client_processes_train_over_loopback(tmp_path):
     file = tmp_path / "server.checkpoint"
     running = []
 
@@ -378,7 +378,7 @@ def test_three_processes_on_the_loopback(tmp_path):
             client.reader.join(30)
             assert len(client.lines) == 2
             assert all(re.fullmatch(r"ward-\d: version \d, \d late", line) for line in client.lines)
-        # Ended early on a connection of its own: the server has let go of it.
+        # The server closes an oversized upload early and releases it.
         with httpx.Client(base_url=url) as http:
             sent = http.post("/dispatch/ward-0", headers={"Idempotency-Key": "a"}).content
             ticket = {TICKET: wire.ticket_of(sent)}
@@ -401,8 +401,8 @@ async def trickle(piece=b"a", pause=0.01, times=10**6):
         await asyncio.sleep(pause)
 
 
-def test_slow_uploads_without_a_ticket_keep_no_honest_upload_waiting():
-    endpoints = opened(uploads=4)
+def test_slow_uploads_without_a_ticket_do_not_block_valid_uploads():
+    endpoints = make_endpoints(uploads=4)
 
     async def talk(http):
         sent = (await http.post("/dispatch/ward-7", headers={"Idempotency-Key": "a"})).content
@@ -420,8 +420,8 @@ def test_slow_uploads_without_a_ticket_keep_no_honest_upload_waiting():
     assert len(endpoints.server.tickets) == 1
 
 
-def test_a_client_holds_one_slot_and_a_slow_one_loses_it():
-    endpoints = opened(uploads=4, grace=0.3, min_rate=1e5)
+def test_a_client_occupies_one_upload_slot_and_slow_uploads_are_ended():
+    endpoints = make_endpoints(uploads=4, grace=0.3, min_rate=1e5)
 
     async def talk(http):
         sent = [
@@ -444,7 +444,7 @@ def test_a_client_holds_one_slot_and_a_slow_one_loses_it():
 
 
 def test_a_steady_upload_may_last_longer_than_the_grace_period():
-    endpoints = opened(grace=0.1, min_rate=1000.0)
+    endpoints = make_endpoints(grace=0.1, min_rate=1000.0)
 
     async def talk(http):
         sent = (await http.post("/dispatch/ward-7", headers={"Idempotency-Key": "a"})).content
@@ -460,7 +460,7 @@ def test_a_steady_upload_may_last_longer_than_the_grace_period():
     assert in_process(endpoints, talk).status_code == 200
 
 
-def test_the_ticket_of_the_header_is_that_of_the_payload(http, endpoints):
+def test_the_ticket_header_must_equal_the_ticket_of_the_payload(http, endpoints):
     sent, other = dispatched(http), dispatched(http, "ward-8")
     answer = http.post("/receive/ward-7", content=upload(endpoints, other), headers={TICKET: wire.ticket_of(sent)})
     assert answer.status_code == 422
@@ -469,7 +469,7 @@ def test_the_ticket_of_the_header_is_that_of_the_payload(http, endpoints):
 
 
 @pytest.mark.parametrize("rule", [FedAsync(0.5), FedOrtho(0.5), FedBuff(2)], ids=lambda rule: type(rule).__name__)
-def test_a_model_file_gives_the_bits_of_a_payload(rule):
+def test_a_model_file_is_bitwise_equal_to_a_payload(rule):
     all_endpoints = [Endpoints(Server.of(nn.Linear(2, 1), rule), limit=10_000) for _ in range(2)]
     all_endpoints[1].server = Server.of(all_endpoints[0].server.state_dict(), rule)
     for change in (1.0, -0.3):
@@ -524,7 +524,7 @@ def test_a_large_model_is_stored_in_a_private_file_and_not_in_memory(uploads):
     assert sizes[-1] > size // 2
 
 
-async def broken_off(endpoints, path, data, headers):
+async def interrupted_upload(endpoints, path, data, headers):
     """Send a part of a body and close the connection. Return the status of the answer."""
     messages = iter([{"type": "http.request", "body": data, "more_body": True}, {"type": "http.disconnect"}])
     answers = []
@@ -541,16 +541,16 @@ async def broken_off(endpoints, path, data, headers):
     return answers[0]["status"]
 
 
-def test_an_upload_that_breaks_off_leaves_no_file_and_the_ticket_open(http, endpoints, uploads):
+def test_an_interrupted_upload_leaves_no_file_and_the_ticket_valid(http, endpoints, uploads):
     model = model_upload(dispatched(http))
     half = model["content"][:50]
-    assert asyncio.run(broken_off(endpoints, "/receive/ward-7", half, model["headers"])) == 400
+    assert asyncio.run(interrupted_upload(endpoints, "/receive/ward-7", half, model["headers"])) == 400
     assert [*uploads.iterdir()] == []
     assert (tickets(endpoints), endpoints.num_uploads, endpoints.server.version) == (1, 0, 0)
     assert http.post("/receive/ward-7", **model).status_code == 200
 
 
-def test_an_error_of_the_server_leaves_no_file_and_the_ticket_open(http, endpoints, uploads, monkeypatch):
+def test_an_error_of_the_server_leaves_no_file_and_the_ticket_valid(http, endpoints, uploads, monkeypatch):
     model = model_upload(dispatched(http))
     seen = []
 
@@ -581,7 +581,7 @@ def test_a_full_disk_is_reported_and_the_upload_may_be_repeated(http, endpoints,
     assert http.post("/receive/ward-7", **model).status_code == 200
 
 
-def test_a_model_that_is_too_large_is_refused_before_it_is_written(http, endpoints, uploads):
+def test_a_model_file_that_is_too_large_is_rejected_before_it_is_written(http, endpoints, uploads):
     headers = model_upload(dispatched(http))["headers"]
     sizes = []
 
@@ -614,7 +614,7 @@ def with_header(length, text=b"", data=b""):
         (with_header(2, b"{}", b"1234"), "an upload that is not complete: it has 14 bytes, expected 10"),
     ],
 )
-def test_a_body_that_is_not_a_model_file_is_refused(http, endpoints, junk, reason):
+def test_a_body_that_is_not_a_model_file_is_rejected(http, endpoints, junk, reason):
     model = model_upload(dispatched(http))
     answer = http.post("/receive/ward-7", **{**model, "content": junk})
     assert answer.status_code == 422
@@ -626,7 +626,7 @@ def test_a_body_that_is_not_a_model_file_is_refused(http, endpoints, junk, reaso
     assert http.post("/receive/ward-7", **model).status_code == 200
 
 
-def test_a_model_file_with_other_tensors_is_refused(http, endpoints):
+def test_a_model_file_with_other_tensors_is_rejected(http, endpoints):
     model = model_upload(dispatched(http))
     for content in (save({"weight": torch.ones(1, 2)}), upload(endpoints, endpoints.sent["ward-7"][2])):
         answer = http.post("/receive/ward-7", **{**model, "content": content})
@@ -635,7 +635,7 @@ def test_a_model_file_with_other_tensors_is_refused(http, endpoints):
 
 
 @pytest.mark.parametrize("samples", ["", "ten", "-1", "1.5", "9" * 5000])
-def test_an_invalid_number_of_samples_is_refused_before_the_body_is_read(http, endpoints, samples):
+def test_an_invalid_number_of_samples_is_rejected_before_the_body_is_read(http, endpoints, samples):
     model = model_upload(dispatched(http))
     headers = {**model["headers"], "Samples": samples}
     taken = []
@@ -652,7 +652,7 @@ def test_an_invalid_number_of_samples_is_refused_before_the_body_is_read(http, e
     assert (answer.status_code, answer.json()["reason"][:9]) == (422, "samples: ")
 
 
-def test_a_rule_that_requires_more_than_models_refuses_a_model_file():
+def test_a_rule_that_requires_more_than_models_rejects_a_model_file():
     endpoints = Endpoints(Server.of(nn.Linear(2, 1), MasFL(2)), limit=10_000)
     http = Http(endpoints)
     sent = dispatched(http)
@@ -674,7 +674,7 @@ def test_a_new_server_deletes_the_uploads_of_a_killed_server(tmp_path):
     assert [file.name for file in folder.iterdir()] == ["other"]
 
 
-def test_a_client_sends_a_file_in_pieces_again_after_an_error(tmp_path):
+def test_client_repeats_a_file_upload_in_pieces_after_an_error(tmp_path):
     client = runpy.run_path(str(FOLDER / "client.py"))
     file = tmp_path / "update.safetensors"
     file.write_bytes(data := bytes(range(256)) * 1000)

@@ -1,4 +1,4 @@
-"""Atomic writes and locks: a path holds the older content or the new content, and a lock ends with its process."""
+"""Tests of atomic writes and file locks: a path has the old or the new content, and a lock ends with its process."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ sys.stdin.read()
 
 
 def written(path, text):
-    """Replace a file, or a folder with two files, where `path` is one."""
+    """Replace a file atomically, or a folder with two files if `path` has the suffix `.folder`."""
     with atomic_write(path) as draft:
         if path.suffix == ".folder":
             draft.mkdir()
@@ -43,12 +43,12 @@ def content(path):
 
 
 def state(path):
-    """What is in a folder, but for drafts of killed processes."""
+    """Return the contents of a folder without the drafts of killed processes."""
     return {part.name: content(part) for part in path.iterdir() if not part.name.startswith(".")}
 
 
 @pytest.mark.parametrize("name", ["x", "x.folder"])
-def test_a_fault_at_any_call_leaves_the_older_content_or_the_new_one(tmp_path, monkeypatch, name):
+def test_a_fault_at_any_call_leaves_the_old_or_the_new_content(tmp_path, monkeypatch, name):
     path = tmp_path / name
     written(path, "old")
     old = content(path)
@@ -65,12 +65,12 @@ def test_a_fault_at_any_call_leaves_the_older_content_or_the_new_one(tmp_path, m
     for disk, call, error in each(run, faults=(errno.ENOSPC, "killed")):
         seen.add((call, disk.fault))
         assert error is None or isinstance(error, OSError)
-        # A folder cannot be replaced by one rename. Between the two renames there is neither, for a killed process.
+        # Replacing a folder needs two renames. If the process is killed between them, the path does not exist.
         between = name == "x.folder" and disk.dead and call == "replace" and not path.exists()
         assert between or content(path) in (old, new)
         if error is not None or not disk.dead:
             assert os.listdir(tmp_path) == [name], (disk.at, call)
-        # The next call returns what was there before it writes, and leaves no trace of the killed one.
+        # The next call restores the old content before it writes, and removes the draft of the killed call.
         with pytest.raises(ZeroDivisionError), atomic_write(path):
             raise ZeroDivisionError
         assert content(path) in (old, new)
@@ -81,7 +81,7 @@ def test_a_fault_at_any_call_leaves_the_older_content_or_the_new_one(tmp_path, m
 
 
 @pytest.mark.parametrize("name", ["x", "x.folder"])
-def test_what_the_block_raises_leaves_the_older_content_and_no_draft(tmp_path, name):
+def test_an_error_in_the_block_leaves_the_old_content_and_no_draft(tmp_path, name):
     path = tmp_path / name
     for old in (None, "old"):
         if old:
@@ -95,7 +95,7 @@ def test_what_the_block_raises_leaves_the_older_content_and_no_draft(tmp_path, n
 
 
 @pytest.mark.parametrize("name", ["x", "x.folder"])
-def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, name):
+def test_files_are_synced_before_they_are_renamed(tmp_path, monkeypatch, name):
     log = []
 
     def sync(path):
@@ -115,7 +115,7 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
     assert log[len(parts) :] == [("sync", name), ("replace", name), ("sync", tmp_path.name)]
 
 
-def test_drafts_of_the_killed_go_and_those_of_the_living_stay(tmp_path):
+def test_drafts_of_killed_processes_are_removed_and_others_are_kept(tmp_path):
     path = tmp_path / "x"
     draft = tmp_path / f".x.{'0' * 16}.tmp"
     draft.mkdir()
@@ -139,7 +139,7 @@ def test_drafts_of_the_killed_go_and_those_of_the_living_stay(tmp_path):
     assert path.read_text() == "newer"
 
 
-def test_a_draft_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+def test_a_draft_that_is_removed_before_it_is_locked_is_created_again(tmp_path, monkeypatch):
     path = tmp_path / "x"
     claim = _io._flock
     made = []
@@ -204,7 +204,7 @@ def test_a_failed_lock_leaves_no_descriptor(tmp_path):
     lock.close()
 
 
-def test_a_file_system_without_locks_locks_nothing(tmp_path, monkeypatch):
+def test_a_file_system_without_lock_support_grants_all_locks(tmp_path, monkeypatch):
     def unsupported(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -214,7 +214,7 @@ def test_a_file_system_without_locks_locks_nothing(tmp_path, monkeypatch):
     draft = tmp_path / f".x.{'0' * 16}.tmp"
     draft.mkdir()
     written(tmp_path / "x", "new")
-    # It may be in use: nothing says that its process was killed.
+    # The draft may be in use, because its lock cannot be tested.
     assert sorted(tmp_path.iterdir()) == [draft, tmp_path / "lock", tmp_path / "x"]
 
 

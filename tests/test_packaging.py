@@ -1,4 +1,4 @@
-"""What is released: the same bytes from the same source, and enough for the first snippet of the README."""
+"""Tests of the released packages: reproducible builds, and the first snippet of the README on the wheel alone."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ def done(*command, folder):
 
 
 def build(source, folder):
-    """The bytes of the source distribution and of the wheel, by their names."""
+    """Build the source distribution and the wheel. Return their bytes by file name."""
     pytest.importorskip("hatchling")
     done(sys.executable, "-m", "hatchling", "build", "-d", str(folder), folder=source)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -30,26 +30,26 @@ def build(source, folder):
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
-    """Where the two lie."""
+    """The folder of the built source distribution and wheel."""
     folder = tmp_path_factory.mktemp("released")
     build(ROOT, folder)
     return folder
 
 
-def test_the_same_source_gives_the_same_bytes_wherever_it_lies(released, tmp_path):
+def test_builds_are_reproducible_in_another_folder(released, tmp_path):
     names = {f"manifoldagg-{__version__}.tar.gz", f"manifoldagg-{__version__}-py3-none-any.whl"}
     first = {path.name: path.read_bytes() for path in released.iterdir()}
     assert first.keys() == names
     with tarfile.open(released / f"manifoldagg-{__version__}.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()
-    (source / "PKG-INFO").unlink()  # made anew
+    (source / "PKG-INFO").unlink()  # The build creates this file again.
     for path in source.rglob("*"):
         path.touch()
     assert build(source, tmp_path / "again") == first
 
 
-def test_the_libraries_that_are_shipped_are_built_and_chosen_by_one_table():
+def test_build_hook_and_cpu_backend_have_the_same_levels_sources_and_flags():
     pytest.importorskip("hatchling")
     spec = spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     spec.loader.exec_module(hook := module_from_spec(spec))
@@ -58,15 +58,15 @@ def test_the_libraries_that_are_shipped_are_built_and_chosen_by_one_table():
     assert {*hook.FLAGS} - {"-s"} == {*cpu.COMPILER_FLAGS} - {"-march=native"}
 
 
-def test_the_first_snippet_runs_where_only_the_wheel_is_installed(released, tmp_path):
-    """In an environment without the checkout, beside the packages that are here."""
+def test_the_first_readme_snippet_runs_with_only_the_wheel_installed(released, tmp_path):
+    """The environment contains the installed dependencies but not the checkout."""
     snippet = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S).group(1)
     (wheel,) = released.glob("*.whl")
     done(sys.executable, "-m", "venv", "--without-pip", "clean", folder=tmp_path)
     python = str(tmp_path / "clean" / "bin" / "python")
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
     own = Path(done(python, "-c", ask, folder=tmp_path).strip())
-    # Its own .pth files, such as that of the checkout, are not read from there.
+    # Python does not read .pth files in these folders, such as the file of the checkout.
     beside = {str(Path(find_spec(name).origin).parents[1]) for name in ("torch", "pip")}
     (own / "beside.pth").write_text("\n".join(beside))
     done(python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", str(wheel), folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Adapters that speakers train, put together in several ways, at a size that says nothing: what is done, and counted."""
+"""Tests of `benchmarks/papers/adapters.py`, which combines adapters of speakers in several ways, at a small size."""
 
 import importlib.util
 import sys
@@ -24,7 +24,7 @@ def adapters():
 
 @pytest.fixture(scope="module")
 def world(adapters, tmp_path_factory):
-    """Of as many speakers as clients are drawn from, and one who says little."""
+    """A world of the speakers from which clients are drawn, and one speaker with little text."""
     folder = tmp_path_factory.mktemp("play")
     draw = np.random.default_rng(0)
     words = ["".join(draw.choice(list("abcde"), 4)).title() + "." for _ in range(30)]
@@ -39,33 +39,33 @@ def some(world, rank, seed):
     return {name: torch.randn(x.shape, generator=draw) for name, x in world.start(rank, seed).items()}
 
 
-def apart(one, other):
+def max_difference(one, other):
     return max((one[stem] - other[stem]).abs().max().item() for stem in one)
 
 
-def test_a_gauge_leaves_products_as_they_are(adapters, world):
+def test_another_factorisation_does_not_change_products(adapters, world):
     one = some(world, 4, 0)
     other = adapters.turned(one, torch.Generator().manual_seed(1))
     assert min((one[name] - other[name]).abs().max() for name in one) > 0.1
-    assert apart(adapters.products(one), adapters.products(other)) < 1e-5
+    assert max_difference(adapters.products(one), adapters.products(other)) < 1e-5
 
 
 @pytest.mark.parametrize("cut", ["nearest", "first"])
-def test_what_was_not_sent_goes_beside_what_was(adapters, world, cut):
+def test_the_sent_part_and_the_rest_sum_to_the_adapter(adapters, world, cut):
     one = some(world, 8, 0)
     small, rest = getattr(adapters, cut)(one, 2)
     assert {len(small[a]) for a, _ in adapters.pairs(small)} == {2}
     whole = adapters.products(adapters.beside(small, rest))
-    assert apart(whole, adapters.products(one)) < 2e-5
-    assert apart(adapters.products(small), adapters.products(one)) > 0.1
+    assert max_difference(whole, adapters.products(one)) < 2e-5
+    assert max_difference(adapters.products(small), adapters.products(one)) > 0.1
 
 
 @pytest.mark.parametrize("gauges", [False, True])
-def test_residuals_lose_nothing_of_the_mean_of_products(adapters, world, gauges):
+def test_residuals_make_the_mean_of_products_exact(adapters, world, gauges):
     setting = adapters.Setting((2, 8), gauges)
     hub = adapters.Residuals(adapters.WAYS["residuals"], setting, some(world, 8, 0), 0.25, [30, 10])
     given = [hub.send(0), hub.send(1)]
-    # The second is late.
+    # The reply of the second client is late.
     for client, rho in ((0, 0.25 * 2 * 3 / 4), (1, 0.25 * 2 / 4)):
         answer = some(world, setting.ranks[client], 1 + client)
         if gauges:
@@ -82,7 +82,7 @@ def test_residuals_lose_nothing_of_the_mean_of_products(adapters, world, gauges)
     assert hub.send(0).bytes > given[0].bytes + min(8 * (m + n), m * n)
 
 
-def test_matrices_know_no_gauge_and_factors_do(adapters, world):
+def test_results_depend_on_the_factorisation_only_for_averages_of_factors(adapters, world):
     def end(setting, way):
         found = adapters.trained(world, setting, way, 1e-2, 0.6, 0, tuning=False)
         return found["log"][-1]["loss"]
@@ -92,7 +92,7 @@ def test_matrices_know_no_gauge_and_factors_do(adapters, world):
     assert abs(end("gauges", "factors") - end("ranks", "factors")) > 1e-4
 
 
-def test_equal_bytes_and_what_is_done_is_not_done_again(adapters, world, tmp_path, monkeypatch):
+def test_runs_use_equal_bytes_and_stored_runs_are_not_repeated(adapters, world, tmp_path, monkeypatch):
     size = replace(adapters.QUICK, shares=(0.2, 0.6))
     monkeypatch.setattr(world, "size", size)
     path = tmp_path / "rows.jsonl"
@@ -122,8 +122,10 @@ def test_equal_bytes_and_what_is_done_is_not_done_again(adapters, world, tmp_pat
     assert not adapters.Rows(path, adapters.FULL).tests("gauges")
 
 
-def test_differences_are_paired(adapters):
+def test_differences_are_paired_by_seed(adapters):
     found = adapters.less({0: 2.0, 1: 4.0, 2: 9.0}, {0: 3.5, 1: 3.5})
     assert (found.value, found.count) == (-0.5, 2)
-    assert found.half_width == pytest.approx(12.7062, rel=1e-4)  # t of one degree of freedom, deviation sqrt(2)
+    assert found.half_width == pytest.approx(
+        12.7062, rel=1e-4
+    )  # The factor is the t quantile for one degree of freedom; the standard deviation is sqrt(2).
     assert adapters.less({0: 1.0}, {1: 1.0}) is None

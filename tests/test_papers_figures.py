@@ -1,4 +1,4 @@
-"""The figures of the papers: their tables equal the stored runs, and the page states their numbers."""
+"""Tests of the figures of the papers: the tables equal the stored runs, and the page states their numbers."""
 
 import importlib
 from pathlib import Path
@@ -19,7 +19,7 @@ def figures():
 
 
 def row(section, label):
-    """The row of a figure in the page."""
+    """Return the table row of a figure in the page."""
     lines = PAGE.read_text().partition(f"## {section}")[2].splitlines()
     return next(line for line in lines if line.startswith(f"| {label} |"))
 
@@ -28,14 +28,14 @@ def finals(frame, method):
     return [f"{100 * mean:.1f}" for mean in frame[frame["method"] == method]["mean"]]
 
 
-def test_the_tables_of_sweeps_equal_their_runs(figures):
+def test_tables_of_sweeps_equal_the_stored_runs(figures):
     for name in figures.SWEEPS:
         stored = pd.read_csv(figures.FIGURES / f"{name}.csv")
         pd.testing.assert_frame_equal(stored, figures.sweep(name), check_dtype=False)
         assert (figures.PICTURES / f"{name}.png").stat().st_size
 
 
-def test_the_page_states_the_accuracies_of_the_sweeps(figures):
+def test_page_states_the_accuracies_of_the_sweeps(figures):
     frame, text = figures.sweep("manifold-figure-4"), row("Manifold", "Figure 4")
     for method in ("AsyncBezier", "FedAsync"):
         first, second, third, last = finals(frame, method)
@@ -49,7 +49,7 @@ def test_the_page_states_the_accuracies_of_the_sweeps(figures):
     assert (late.max(axis=1) - late.min(axis=1)).max() < 0.02
 
 
-def test_the_page_states_figure_10_and_tables_3_and_4_of_orthofl(figures):
+def test_page_states_figure_10_and_tables_3_and_4_of_orthofl(figures):
     frame, text = figures.sweep("orthofl-figure-10"), row("OrthoFL", "Figure 10")
     for name, words in (("OrthoFL(", "OrthoFL ends at {}, {} and {} %"), ("FedAvg(", "FedAvg at {}, {} and {} %")):
         (method,) = {one for one in frame["method"] if one.startswith(name)}
@@ -76,7 +76,7 @@ def test_calibration_times_are_measured_for_each_size(figures, monkeypatch):
     assert measured.milliseconds > 0
 
 
-def test_the_page_states_the_gini_indices(figures):
+def test_page_states_the_gini_indices(figures):
     frame = figures.fairness()
     gini = frame[frame["index"] == "Gini"].set_index("method")["mean"].map("{:.3f}".format)
     auto = gini["AsyncCorrected(correction=autothreshold)"]
@@ -91,7 +91,7 @@ def test_the_third_term_of_g_is_smallest_for_a_large_probability_of_the_slow_cli
     assert grid[int(np.argmin(values))] == pytest.approx(least, abs=0.011)
 
 
-def test_the_pictures_are_drawn(figures, tmp_path):
+def test_figures_are_drawn(figures, tmp_path):
     for draw in (figures.draw_fairness, figures.draw_stale_terms, figures.draw_time_bounds):
         draw(tmp_path / f"{draw.__name__}.png")
         assert (tmp_path / f"{draw.__name__}.png").stat().st_size

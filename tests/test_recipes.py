@@ -1,4 +1,4 @@
-"""The recipes for other hosts: short, complete, and with calls that there are. `make test-hosts` runs them."""
+"""Tests of the recipes for other frameworks: documented, short, and with valid calls. `make test-hosts` runs them."""
 
 import ast
 import inspect
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 RECIPES = {path.stem: path for path in sorted((ROOT / "examples" / "hosts").glob("*.py"))}
 
 
-def test_each_is_run_and_shown():
+def test_each_recipe_is_benchmarked_and_documented():
     page = (ROOT / "docs" / "guide" / "other_frameworks.md").read_text()
     assert set(RECIPES) == {"flgo", "appfl", "nvflare"}
     for host, path in RECIPES.items():
@@ -28,14 +28,14 @@ def test_each_is_run_and_shown():
 
 
 @pytest.mark.parametrize("host", RECIPES)
-def test_it_has_at_most_fifteen_lines_below_its_imports(host):
+def test_a_recipe_has_at_most_fifteen_lines_below_its_imports(host):
     text = RECIPES[host].read_text()
     last = [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)][-1]
     assert len([line for line in text.splitlines()[last.end_lineno :] if line.strip()]) <= 15
 
 
 @pytest.mark.parametrize("host", RECIPES)
-def test_its_calls_of_ours_are_such(host):
+def test_calls_of_the_aggregator_match_its_signatures(host):
     calls = [node for node in ast.walk(ast.parse(RECIPES[host].read_text())) if isinstance(node, ast.Call)]
     ours = [call for call in calls if ast.unparse(call.func).startswith("self.versions.")]
     assert {call.func.attr for call in ours} == {"checkout", "submit"}
@@ -69,7 +69,7 @@ def corrected(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["FULL", "DIFF"])
-def test_nvflare_tensors_in_files_give_the_bits_of_tensors_in_memory(corrected, kind, tmp_path):
+def test_nvflare_tensors_in_files_and_in_memory_give_bitwise_equal_models(corrected, kind, tmp_path):
     first = {"w": torch.ones(3, 2), "b": torch.zeros(3)}
     aggregators = [corrected(first), corrected(first)]
     for turn in range(2):

@@ -1,4 +1,4 @@
-"""The reference pages have an entry for every public name, show examples as code, and contain no Markdown errors."""
+"""Tests of the reference pages: an entry for every public name, examples as code, and no Markdown errors."""
 
 import re
 from html.parser import HTMLParser
@@ -101,7 +101,7 @@ def test_every_public_name_has_an_entry(pages, reference):
     assert missing == []
 
 
-def test_examples_are_code_with_their_prompts(reference):
+def test_docstring_examples_are_code_blocks_with_prompts(reference):
     shown = "\n".join(code for page in reference.values() for code in page.code)
     for module in modules():
         for name in getattr(module, "__all__", ()):
@@ -115,11 +115,11 @@ def test_examples_are_code_with_their_prompts(reference):
 
 
 @pytest.mark.parametrize("room", ["curves", "federated", "kernels", "manifolds"])
-def test_an_example_shows_what_it_prints(reference, room):
+def test_reference_examples_show_their_output(reference, room):
     assert any(re.search(r"^>>> .*\n(?!>>>|\.\.\.).", code, flags=re.M) for code in reference[f"reference/{room}"].code)
 
 
-def test_markdown_leaves_shapes_and_formulas_alone(pages, reference):
+def test_markdown_does_not_alter_shapes_and_formulas(pages, reference):
     for name, text in pages.items():
         assert "<blockquote" not in text, name
     for name, page in reference.items():
@@ -129,7 +129,7 @@ def test_markdown_leaves_shapes_and_formulas_alone(pages, reference):
     assert "(*batch, *space.shape)" in "".join(reference["reference/curves"].text)
 
 
-def test_functions_that_share_the_name_of_their_module_are_there(reference):
+def test_functions_named_like_their_module_have_an_entry(reference):
     for room, name in (("federated", "aggregate"), ("curves", "fit"), ("curves", "plane"), ("simulation", "run")):
         page = reference[f"reference/{room}"]
         assert f"manifoldagg.{room}.{name}" in page.ids

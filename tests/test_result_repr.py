@@ -1,4 +1,4 @@
-"""The representation of a result is one short line. It contains no tensor and no model in full."""
+"""Tests that the repr of a result is one short line without complete tensors or models."""
 
 import numpy as np
 import pytest
@@ -109,7 +109,7 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_a_result_is_represented_by_one_short_line(name):
+def test_the_repr_of_a_result_is_one_short_line(name):
     make, expected = RESULTS[name]
     text = repr(make())
     assert expected is None or text == expected
@@ -117,7 +117,7 @@ def test_a_result_is_represented_by_one_short_line(name):
     assert text.isprintable()
 
 
-def test_containers_of_tensors_and_long_containers_are_represented_by_their_size():
+def test_the_repr_of_tensors_and_long_containers_is_their_size():
     shown = {
         "x": [PHI],
         "y": {"a": PHI},

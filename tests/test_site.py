@@ -1,4 +1,4 @@
-"""The site in a browser: rendered formulas, no scripts that fail, no requests to other hosts, two widths."""
+"""Tests of the site in a browser: rendered formulas, no script errors, no external requests, and two widths."""
 
 import json
 import re
@@ -22,14 +22,14 @@ FLAGS = [
 ]
 SHOWN = ["index.html", "guide/server_update.html", "guide/corrections.html", "rules/krum.html", "reference/curves.html"]
 WIDTHS = (1200, 400)
-# A page with every fault: a formula that is not LaTeX, one without width, scripts that fail, and a page that is too wide.
+# A page with every fault: an invalid formula, a formula without width, failing scripts, and excessive width.
 WRONG = r"""<!doctype html><title>w</title><div style="width:2000px">wide</div>
 <span class="arithmatex">\(\frac{\)</span><span class="arithmatex" style="display:none">\(x\)</span>
 <script src="/assets/katex/katex.min.js"></script><script src="/assets/formulas.js"></script>
 <span class="arithmatex">\(y\)</span>
 <script src="http://elsewhere.invalid/a.js"></script><script>undefined.name</script><img src="none.png">"""
 
-# In every page, before its own scripts.
+# The handler inserts this script at the start of every page.
 WATCH = """<script>
 window.problems = []
 addEventListener("error", e => problems.push(e.message || "not loaded: " + (e.target.src || e.target.href)), true)
@@ -37,7 +37,7 @@ addEventListener("unhandledrejection", e => problems.push(String(e.reason)))
 console.error = (...words) => problems.push(words.join(" "))
 </script>"""
 
-# Opens the pages one after another, and sends its observations.
+# The driver opens the pages in turn and sends its observations.
 DRIVER = """<!doctype html><title>driver</title><iframe width="1200" height="1600"></iframe><script>
 const seen = (page, frame) => {
   const {document: d, performance: p, problems} = frame.contentWindow
@@ -164,13 +164,13 @@ def faults(page):
 
 
 @pytest.mark.parametrize("page", SHOWN)
-def test_a_page_is_shown_without_fault(seen, page):
+def test_a_page_has_no_faults(seen, page):
     assert seen[page]["text"] > 500
     assert faults(seen[page]) == set(), seen[page]
 
 
 @pytest.mark.soak
-def test_every_page_is_shown_without_fault(server, site, tmp_path):
+def test_every_page_has_no_faults(server, site, tmp_path):
     pages = [str(path.relative_to(site)) for path in sorted(site.rglob("*.html"))]
     found = visit(server, pages, tmp_path)
     assert len(found) == len(pages) > 50
@@ -205,7 +205,7 @@ def test_pages_and_search_work_from_the_file_system(site, tmp_path):
     )
 
 
-def test_the_landing_page_begins_like_the_readme(site):
+def test_landing_page_and_readme_have_the_same_introduction(site):
     root = Path(__file__).parents[1]
     first = [(root / name).read_text().split("\n\n")[1] for name in ("README.md", "docs/index.md")]
     assert " ".join(first[0].split()) == " ".join(first[1].split())
@@ -257,11 +257,11 @@ def test_screenshots_are_not_blank(server, tmp_path):
         ("install", "guide/install.html"),
     ],
 )
-def test_the_search_knows_a_page_by_its_word(site, word, page):
+def test_search_finds_a_page_by_a_word(site, word, page):
     index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     found = [entry for entry in index if word in f"{entry['title']} {entry['text']}".lower()]
     assert any(entry["location"].startswith(page) for entry in found), [entry["location"] for entry in found]
-    # By its title too, where words weigh most: a section or an entry of the reference.
+    # A title must also contain the word, because the search gives titles the most weight.
     assert any(word in entry["title"].lower() for entry in found)
 
 
@@ -279,7 +279,7 @@ def test_the_search_knows_a_page_by_its_word(site, word, page):
     ],
 )
 def test_a_title_of_the_page_contains_the_words_of_the_search(site, words, page):
-    """The search weighs a word in a title a thousand times as much as one in the text."""
+    """The search gives a word in a title a thousand times the weight of a word in the text."""
     index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     titles = [entry["title"].lower() for entry in index if entry["location"].startswith(page)]
     assert any(words in title for title in titles), titles

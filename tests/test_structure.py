@@ -1,4 +1,4 @@
-"""The house: which way imports point, what an import costs, and that documents tell the truth."""
+"""Tests of the structure of the package: import directions, import costs, exported names, and snippets in documents."""
 
 import ast
 import inspect
@@ -45,7 +45,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def imports(path):
-    """Every module that a file names in an import, wherever in it."""
+    """Yield every module that a file imports, including imports in functions, with its AST node."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
@@ -56,7 +56,7 @@ def imports(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_downward(path):
+def test_modules_import_only_lower_layers(path):
     room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for name, _ in imports(path):
         top, _, rest = name.partition(".")
@@ -64,11 +64,11 @@ def test_imports_point_downward(path):
             assert path.is_relative_to(PACKAGE / FOREIGN[top])
         if top == "manifoldagg" and room != "__init__":
             floor = rest.partition(".")[0]
-            # The version is a property of the package, not of a room.
+            # The version belongs to the package and not to a subpackage.
             assert floor in {room, "__version__"} | BELOW[room], f"{path}: {room} may not import {floor}"
 
 
-def test_the_import_rule_catches_an_upward_import(tmp_path):
+def test_an_import_of_a_higher_layer_in_a_function_is_detected(tmp_path):
     bad = tmp_path / "bad.py"
     bad.write_text("def f():\n    from manifoldagg.federated import Server\n")
     assert [name for name, _ in imports(bad)] == ["manifoldagg.federated"]
@@ -76,7 +76,7 @@ def test_the_import_rule_catches_an_upward_import(tmp_path):
 
 
 def import_graph(paths):
-    """The modules that each module imports, by their dotted names. Imports within functions count."""
+    """Return the modules that each module imports, by dotted names. Imports in functions count."""
     modules = {dotted(path): path for path in paths}
     graph = {}
     for module, path in modules.items():
@@ -93,11 +93,11 @@ def import_graph(paths):
 
 
 def test_there_are_no_import_cycles():
-    """The package itself is left out: its names are loaded when they are first used."""
+    """The top-level package is excluded, because it imports its names at their first use."""
     TopologicalSorter(import_graph([path for path in FILES if path != PACKAGE / "__init__.py"])).prepare()
 
 
-def test_a_cycle_through_a_function_is_found(tmp_path, monkeypatch):
+def test_an_import_cycle_through_a_function_is_detected(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     (tmp_path / "a.py").write_text("def f():\n    import b\n")
     (tmp_path / "b.py").write_text("import a\n")
@@ -106,7 +106,7 @@ def test_a_cycle_through_a_function_is_found(tmp_path, monkeypatch):
 
 
 def class_names():
-    """Every class of the package with the files that define one of that name."""
+    """Return the files that define a class of each name."""
     found = {}
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -123,13 +123,13 @@ def test_only_a_rule_and_its_trainer_share_a_class_name():
     assert shared == {}
 
 
-def test_every_room_says_what_it_is_for():
+def test_every_module_has_a_docstring():
     for path in FILES:
         first = ast.get_docstring(ast.parse(path.read_text()))
         assert first, f"{path} has no docstring"
 
 
-def test_importing_loads_nothing_heavy_and_warns_of_nothing():
+def test_importing_the_package_imports_no_heavy_packages_and_emits_no_warnings():
     heavy = [
         "geoopt",
         "flwr",
@@ -149,7 +149,7 @@ def test_importing_loads_nothing_heavy_and_warns_of_nothing():
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
 
 
-def test_the_package_itself_loads_nothing_and_knows_all_its_names():
+def test_the_top_level_package_is_lazy_and_lists_all_its_names():
     code = "import sys, manifoldagg; loaded = {name for name in sys.modules if name.startswith('manifoldagg.')}\n"
     code += "assert not loaded and 'torch' not in sys.modules, loaded\n"
     code += "assert {*manifoldagg.__all__, '__version__'} < set(dir(manifoldagg))\n"
@@ -161,7 +161,7 @@ def test_the_package_itself_loads_nothing_and_knows_all_its_names():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_a_type_checker_sees_is_what_there_is():
+def test_names_for_type_checkers_equal_the_names_at_runtime():
     (guarded,) = (
         node.body
         for node in ast.parse((PACKAGE / "__init__.py").read_text()).body
@@ -175,7 +175,7 @@ def test_what_a_type_checker_sees_is_what_there_is():
         assert getattr(manifoldagg, name) is value
 
 
-def test_packages_are_found_by_name_and_load_when_they_are_touched():
+def test_subpackages_are_listed_and_imported_at_first_access():
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"cli"}
     paths = [*sorted(packages), "errors", "federated.rules"]
     code = "import sys, manifoldagg\n"
@@ -200,11 +200,11 @@ def load(path):
 
 
 def is_documented(module, name):
-    """A class or a function has a docstring of its own; below any other value that a package exports stands what it is."""
+    """Return whether a class or function has its own docstring, or another value has a string below its assignment."""
     value = getattr(module, name)
     if (isinstance(value, type) or inspect.isroutine(value)) and value.__name__ == name:
         docstring = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
-        # A dataclass that has none gets its signature.
+        # A dataclass without a docstring has its signature as docstring.
         return bool(docstring) and not docstring.startswith(f"{name}(")
     if not hasattr(module, "__path__"):
         return True
@@ -220,7 +220,7 @@ PUBLIC_FILES = [path for path in FILES if "._" not in dotted(path)]
 
 
 @pytest.mark.parametrize("path", PUBLIC_FILES, ids=dotted)
-def test_public_modules_say_what_they_export_and_document_it(path):
+def test_public_modules_have_all_and_document_their_exports(path):
     module = load(path)
     assert hasattr(module, "__all__"), f"{dotted(path)} has no __all__"
     missing = [name for name in module.__all__ if not hasattr(module, name)]
@@ -229,7 +229,7 @@ def test_public_modules_say_what_they_export_and_document_it(path):
 
 
 def homonyms():
-    """Every name that two packages export for different things, with the packages."""
+    """Return every name that two packages export with different values, with these packages."""
     named = {}
     for path in PUBLIC_FILES:
         if path.name == "__init__.py" or path.stem in ("schedules", "staleness"):
@@ -249,7 +249,7 @@ def test_only_a_rule_and_its_trainer_share_a_name():
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.stem
 )
-def test_documents_write_the_module_of_a_shared_name(page):
+def test_documents_qualify_names_that_two_packages_share(page):
     found = re.findall(r"^```python\n(.*?)^```|`([^`\n]+)`", page.read_text(), flags=re.M | re.S)
     code = "\n".join(block or span for block, span in found)
     for name in homonyms():
@@ -299,7 +299,7 @@ PUBLIC = [
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_public_names_import_as_written_and_are_documented(name):
+def test_public_names_can_be_imported_and_have_examples(name):
     module, _, attribute = name.rpartition(".")
     value = getattr(__import__(module, fromlist=[attribute]), attribute)
     assert ">>>" in value.__doc__ or name.endswith(("Tangent", "Embedding", "Update", "Payload"))
@@ -327,7 +327,7 @@ def snippets():
 
 
 def modules(page):
-    """Blocks of a page that are files of Python, by their names."""
+    """Return the code blocks of a page that define Python files, by file name."""
     return dict(re.findall(r'^```python title="(\w+\.py)"\n(.*?)^```', page.read_text(), flags=re.M | re.S))
 
 
@@ -335,7 +335,7 @@ MODULES = {name: code for page in sorted((ROOT / "docs").rglob("*.md")) for name
 
 
 @pytest.mark.parametrize("code", list(snippets()))
-def test_snippets_run_top_to_bottom(code, tmp_path, monkeypatch):
+def test_snippets_of_documents_run(code, tmp_path, monkeypatch):
     if "from flwr" in code:
         pytest.importorskip("flwr")
     monkeypatch.chdir(tmp_path)
@@ -345,5 +345,5 @@ def test_snippets_run_top_to_bottom(code, tmp_path, monkeypatch):
     exec(compile(code, "snippet", "exec"), {"__name__": "__main__"})
 
 
-def test_the_front_door_is_in_the_first_lines_of_the_readme():
+def test_readme_calls_aggregate_in_its_first_lines():
     assert "manifoldagg.aggregate(" in "\n".join((ROOT / "README.md").read_text().splitlines()[:20])

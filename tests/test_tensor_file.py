@@ -1,4 +1,4 @@
-"""The archive: what comes back is what was saved, and a file is there whole, whatever goes wrong."""
+"""Tests of tensor files: bitwise round trips, detection of damage, and atomic replacement despite faults."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ NEW = {"model": torch.arange(9.0), "momentum": torch.arange(3, dtype=torch.int16
 
 
 def alike(a, b):
-    """Whether two trees are the same to the last bit, types and order of keys included."""
+    """Return whether two trees are bitwise equal, including types and the order of keys."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -51,7 +51,7 @@ def raw(tensor):
     return line.as_strided(line.shape, (1,)).view(torch.uint8).numpy().tobytes()
 
 
-def back(tree, path):
+def round_trip(tree, path):
     save(path, "tree", tree)
     return load(path, "tree")
 
@@ -77,14 +77,14 @@ TREES = st.recursive(
 
 
 @given(TREES)
-def test_a_tree_comes_back_with_its_types_and_bits(tmp_path_factory, tree):
+def test_round_trip_preserves_types_and_bits(tmp_path_factory, tree):
     path = tmp_path_factory.getbasetemp() / "tree"
-    assert alike(back(tree, path), tree)
+    assert alike(round_trip(tree, path), tree)
 
 
-def test_strings_and_integers_are_different_keys_in_the_order_of_entry(tmp_path):
+def test_string_and_integer_keys_are_distinct_and_keep_their_order(tmp_path):
     tree = {"7": 1, 7: 2, "": 3, -1: 4}
-    assert [*back(tree, tmp_path / "x").items()] == [*tree.items()]
+    assert [*round_trip(tree, tmp_path / "x").items()] == [*tree.items()]
 
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -92,16 +92,16 @@ QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quin
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in QUANTIZED], ids=str)
-def test_tensors_of_every_dtype_come_back_bit_for_bit(tmp_path, dtype):
+def test_round_trip_of_every_dtype_is_bitwise_exact(tmp_path, dtype):
     random = torch.from_numpy(np.random.default_rng(3).integers(0, 256, 12 * dtype.itemsize, np.uint8))
     if dtype is torch.bool:
         random = random % 2
     x = random.view(dtype).reshape(3, 4)
-    found = back([x, x[0, 0].reshape(()), x[:0]], tmp_path / "x")
+    found = round_trip([x, x[0, 0].reshape(()), x[:0]], tmp_path / "x")
     assert alike(found, [x, x[0, 0].reshape(()), x[:0]])
 
 
-def test_views_and_tied_tensors_come_back_as_values_with_memory_of_their_own(tmp_path):
+def test_views_and_tied_tensors_are_loaded_with_their_own_memory(tmp_path):
     x = torch.arange(12.0).reshape(3, 4)
     z = torch.complex(x, x)
     views = [x, x, x.T, x[1:, ::2], x[0, 0].expand(5), torch.nn.Parameter(x), (2 * x.requires_grad_()).relu()]
@@ -112,7 +112,7 @@ def test_views_and_tied_tensors_come_back_as_values_with_memory_of_their_own(tmp
         torch.ones(2, 3)[:, 1:2],
     ]
     views += [z.conj(), z.conj().imag, x.detach().to(torch.bfloat16).T]
-    found = back(views, tmp_path / "x")
+    found = round_trip(views, tmp_path / "x")
     for was, now in zip(views, found, strict=True):
         assert torch.equal(now, was)
         assert (type(now), now.requires_grad, now.is_contiguous()) == (torch.Tensor, False, True)
@@ -121,32 +121,32 @@ def test_views_and_tied_tensors_come_back_as_values_with_memory_of_their_own(tmp
     assert len({now.data_ptr() for now in found}) == len(found)
 
 
-def test_it_is_read_to_the_cpu_whatever_the_default_device(tmp_path):
+def test_tensors_are_loaded_to_the_cpu_for_any_default_device(tmp_path):
     save(tmp_path / "state", "server", {"x": torch.ones(3)})
     with torch.device("meta"):
         found = load(tmp_path / "state", "server")
     assert torch.equal(found["x"], torch.ones(3))
 
 
-def test_large_tensors_are_written_in_pieces(tmp_path):
+def test_large_tensors_are_written_in_chunks(tmp_path):
     x = torch.arange(3 * 2**20 // 4 + 17, dtype=torch.int32)
-    assert torch.equal(back({"x": x}, tmp_path / "x")["x"], x)
+    assert torch.equal(round_trip({"x": x}, tmp_path / "x")["x"], x)
 
 
-def test_trees_of_many_values_come_back(tmp_path):
+def test_round_trip_of_large_trees_is_exact(tmp_path):
     clients = {
         f"ward-{i}": {"when": 0.1 * i, "receipt": (i, "", math.nan), i: [None, {"$": True}]} for i in range(2000)
     }
     tree = {"clients": clients, "large": [*range(10_000)], 5: {-(2**70): -math.inf}}
-    assert alike(back(tree, tmp_path / "x"), tree)
+    assert alike(round_trip(tree, tmp_path / "x"), tree)
 
 
-def test_numbers_of_numpy_come_back_as_those_of_python(tmp_path):
-    found = back([np.float32(0.5), np.float64("inf"), np.int64(3), np.bool_(True)], tmp_path / "x")
+def test_numpy_numbers_are_loaded_as_python_numbers(tmp_path):
+    found = round_trip([np.float32(0.5), np.float64("inf"), np.int64(3), np.bool_(True)], tmp_path / "x")
     assert alike(found, [0.5, math.inf, 3, True])
 
 
-def test_a_file_is_one_of_safetensors(tmp_path):
+def test_safetensors_can_read_the_file(tmp_path):
     save(
         tmp_path / "x", "sums", {"b": torch.ones(3, dtype=torch.bool), "f": torch.arange(2.0), "c": torch.ones(1) * 1j}
     )
@@ -162,21 +162,21 @@ def test_a_file_is_one_of_safetensors(tmp_path):
     assert len(metadata["checksum"]) == 8
 
 
-def test_tensors_whose_paths_have_one_name_are_stored_under_several(tmp_path):
+def test_tensors_with_equal_path_names_are_stored_under_distinct_names(tmp_path):
     x = torch.arange(4.0)
     tree = {"a": {"b": x[0], "1": x[1], 1: x[2]}, "a/b": x[3], "__metadata__": x, "tree": x}
-    assert alike(back(tree, tmp_path / "x"), tree)
+    assert alike(round_trip(tree, tmp_path / "x"), tree)
     assert {"a/b", "a/b'", "a/1", "a/1'", "__metadata__'", "tree"} == {*load_file(tmp_path / "x")}
-    assert alike(back(x, tmp_path / "x"), x)
+    assert alike(round_trip(x, tmp_path / "x"), x)
 
 
-def test_keys_that_begin_like_a_tag_come_back(tmp_path):
+def test_round_trip_preserves_keys_that_look_like_tags(tmp_path):
     tree = {"$tuple": [1], "x": {"$float": "nan"}, "y": {"$": 1, "z": {}}, "": {"a": 1, "$b": 2}}
-    assert alike(back(tree, tmp_path / "x"), tree)
+    assert alike(round_trip(tree, tmp_path / "x"), tree)
 
 
 class Named(torch.Tensor):
-    """More than its values."""
+    """A tensor subclass, which a file cannot represent."""
 
 
 Pair = namedtuple("Pair", "a b")
@@ -208,7 +208,7 @@ LOOP.append(LOOP)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_no_file_can_hold_is_refused_by_its_place(tmp_path, tree, told):
+def test_unsupported_values_are_rejected_with_their_path(tmp_path, tree, told):
     save(tmp_path / "x", "tree", OLD)
     with pytest.raises(CheckpointError, match=told):
         save(tmp_path / "x", "tree", tree)
@@ -216,7 +216,7 @@ def test_what_no_file_can_hold_is_refused_by_its_place(tmp_path, tree, told):
     assert alike(load(tmp_path / "x", "tree"), OLD)
 
 
-def test_a_path_is_that_of_a_file_in_a_folder_that_exists(tmp_path, as_shipped):
+def test_invalid_paths_are_rejected(tmp_path, as_shipped):
     for path in (tmp_path / "none" / "x", tmp_path, 3, None):
         with pytest.raises(ArgumentError, match="^path: expected"):
             save(path, "tree", OLD)
@@ -228,7 +228,7 @@ def test_a_path_is_that_of_a_file_in_a_folder_that_exists(tmp_path, as_shipped):
         load(tmp_path, "tree")
 
 
-def test_a_link_is_followed(tmp_path):
+def test_a_symbolic_link_is_followed(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "latest").symlink_to(tmp_path / "there" / "x")
     save(tmp_path / "latest", "tree", OLD)
@@ -236,7 +236,7 @@ def test_a_link_is_followed(tmp_path):
     assert alike(load(tmp_path / "there" / "x", "tree"), OLD)
 
 
-def test_every_truncation_is_told_as_such(tmp_path):
+def test_every_truncation_is_detected(tmp_path):
     save(tmp_path / "x", "tree", OLD)
     whole = (tmp_path / "x").read_bytes()
     for length in range(len(whole)):
@@ -246,7 +246,7 @@ def test_every_truncation_is_told_as_such(tmp_path):
 
 
 @pytest.mark.parametrize("mask", [0x01, 0x20, 0xFF])
-def test_every_altered_byte_is_noticed(tmp_path, mask):
+def test_every_altered_byte_is_detected(tmp_path, mask):
     save(tmp_path / "x", "tree", OLD)
     whole = (tmp_path / "x").read_bytes()
     for i in range(len(whole)):
@@ -260,8 +260,8 @@ def test_every_altered_byte_is_noticed(tmp_path, mask):
         load(tmp_path / "x", "tree")
 
 
-def signed(header, data):
-    """A file with this header and a checksum that fits."""
+def with_valid_checksum(header, data):
+    """Return a file with this header and a valid checksum."""
     header["__metadata__"]["checksum"] = "00000000"
     content = bytearray(with_length(json.dumps(header, separators=(",", ":")).encode()) + data)
     start = 8 + tensor_file.CHECKSUM.start
@@ -270,11 +270,11 @@ def signed(header, data):
 
 
 def forged(content, change):
-    """A file whose header was changed by a function, with a checksum that fits."""
+    """Return a file whose header a function has changed, with a valid checksum."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     change(header, header["__metadata__"])
-    return signed(header, content[8 + length :])
+    return with_valid_checksum(header, content[8 + length :])
 
 
 def load_bytes(path, content, kind):
@@ -282,7 +282,7 @@ def load_bytes(path, content, kind):
     return load(path, kind)
 
 
-def test_newer_formats_other_kinds_and_foreign_files_are_told_apart(tmp_path):
+def test_newer_formats_other_kinds_and_foreign_files_are_rejected(tmp_path):
     path = tmp_path / "x"
     save(path, "clock", OLD)
     with pytest.raises(CheckpointError, match=r"x: contains a clock, expected a server$"):
@@ -326,14 +326,14 @@ FORGED = {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_forged_tree_is_refused(tmp_path, name):
+def test_a_forged_tree_is_rejected(tmp_path, name):
     content = bytes(dumps("tree", {"model": torch.arange(5.0)}))
     assert alike(load_bytes(tmp_path / "x", content, "tree"), {"model": torch.arange(5.0)})
     with pytest.raises(CheckpointError, match="was not written by this package|is altered|is truncated"):
         load_bytes(tmp_path / "x", forged(content, FORGED[name]), "tree")
 
 
-def test_a_device_that_is_missing_is_replaced_by_the_cpu(tmp_path):
+def test_a_missing_device_is_replaced_by_the_cpu(tmp_path):
     content = bytes(dumps("tree", torch.ones(5)))
     assert torch.equal(load_bytes(tmp_path / "x", content, "tree"), torch.ones(5))
 
@@ -401,7 +401,7 @@ def test_errors_name_the_older_file_and_do_not_read_it(tmp_path):
         load(path, "tree")
 
 
-def test_the_latest_files_are_kept_in_order(tmp_path):
+def test_keep_retains_the_latest_files_in_order(tmp_path):
     for i in range(5):
         save(tmp_path / "x", "tree", i, keep=3)
     assert sorted(os.listdir(tmp_path)) == ["x", "x.1", "x.2"]
@@ -411,7 +411,7 @@ def test_the_latest_files_are_kept_in_order(tmp_path):
 
 
 def saved(folder, monkeypatch, keep):
-    """What writes `NEW` over `OLD` on a disk."""
+    """Return a function that replaces `OLD` by `NEW` on a simulated disk."""
 
     def run(disk):
         for name in os.listdir(folder):
@@ -428,7 +428,7 @@ def saved(folder, monkeypatch, keep):
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_a_fault_at_any_call_leaves_a_whole_file_and_nothing_else(tmp_path, monkeypatch, keep):
+def test_a_fault_at_any_call_leaves_a_complete_file_and_no_draft(tmp_path, monkeypatch, keep):
     seen = set()
     names = {"x", *(f"x.{i}" for i in range(1, keep))}
     for disk, call, error in each(saved(tmp_path, monkeypatch, keep)):
@@ -438,7 +438,7 @@ def test_a_fault_at_any_call_leaves_a_whole_file_and_nothing_else(tmp_path, monk
         assert alike(now, OLD) or alike(now, NEW)
         if not disk.dead and call != "close":
             assert {*os.listdir(tmp_path)} <= names, (disk.at, call)
-        # The next one goes through, and leaves no trace of this one.
+        # The next save succeeds and removes the draft of the failed save.
         save(tmp_path / "x", "tree", NEW, keep=keep)
         assert {*os.listdir(tmp_path)} <= names, (disk.at, call)
         assert alike(load(tmp_path / "x", "tree"), NEW)
@@ -456,7 +456,7 @@ def test_a_fault_at_any_call_leaves_a_whole_file_and_nothing_else(tmp_path, monk
     }
 
 
-def test_an_interrupt_leaves_the_older_file(tmp_path, monkeypatch):
+def test_an_interrupt_leaves_the_old_file(tmp_path, monkeypatch):
     class Interrupted(Disk):
         def _call(self, name, call, given):
             if name == "fsync":
@@ -470,7 +470,7 @@ def test_an_interrupt_leaves_the_older_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_what_is_on_the_disk_before_the_name_is_there_too(tmp_path, monkeypatch, keep):
+def test_the_file_is_synced_before_and_its_folder_after_the_rename(tmp_path, monkeypatch, keep):
     disk = Disk()
     saved(tmp_path, monkeypatch, keep)(disk)
     log = [(name, *given[:1]) for name, *given in disk.log]

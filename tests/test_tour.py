@@ -1,4 +1,4 @@
-"""The idea in five pictures, and the notebook: they run, and show what they say."""
+"""Tests of `examples/idea.py` and the notebook `examples/tour.ipynb`: they run and show the stated results."""
 
 import json
 import os
@@ -13,11 +13,11 @@ NAMES = ["average", "correction", "curve", "frame", "step", "verbs"]
 
 
 def parts(picture):
-    """What matplotlib drew, by its names: `axes_1`, `text_3`, `line2d_7`."""
+    """Return the ids of the elements that matplotlib drew, such as `axes_1`, `text_3` and `line2d_7`."""
     return [name for element in picture.iter() if re.fullmatch(r"[a-zA-Z0-9]+_\d+", name := element.get("id", ""))]
 
 
-def test_the_five_pictures_are_those_of_the_site(tmp_path):
+def test_idea_example_draws_the_figures_of_the_site(tmp_path):
     command = [sys.executable, "-W", "error::UserWarning", ROOT / "examples/idea.py", "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -32,11 +32,11 @@ def test_the_five_pictures_are_those_of_the_site(tmp_path):
         assert sorted(path.stem for path in folder.iterdir()) == NAMES
     for name in NAMES:
         drawn, kept = (ElementTree.parse(folder / f"{name}.svg") for folder in (tmp_path, ROOT / "docs/assets/idea"))
-        # Curves may differ in their last digits from machine to machine: what is drawn may not.
+        # The last digits of coordinates may depend on the machine, but the drawn elements must be equal.
         assert parts(drawn) == parts(kept)
 
 
-def test_the_notebook_runs_from_top_to_bottom(tmp_path):
+def test_tour_notebook_runs(tmp_path):
     notebook = json.loads((ROOT / "examples/tour.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert len(cells) == 5

@@ -1,4 +1,4 @@
-"""The wire: every field comes back bit for bit, and whatever else comes is refused, with nothing made of it."""
+"""Tests of serialization: bitwise round trips of every field, and rejection of invalid bytes with bounded memory."""
 
 import json
 import math
@@ -60,7 +60,7 @@ EXTRA = {
     "numbers": st.dictionaries(NAMES, st.floats() | st.integers(-(2**70), 2**70), max_size=3),
     "buffers": st.dictionaries(NAMES, tensors(torch.float32, torch.int64, torch.uint8, torch.bool), max_size=3),
 }
-# Values are made in the test, where their types are checked, which draws samples of its own.
+# The strategies return functions, because the type checks of constructors draw random samples themselves.
 MESSAGES = st.builds(
     lambda seed, dtype, asked, extra: lambda: Message(draw(seed, P).to(dtype), requested_buffers=tuple(asked), **extra),
     *(seeds, SENT, st.lists(NAMES, max_size=2)),
@@ -86,7 +86,7 @@ VALUES = st.one_of(MESSAGES, PAYLOADS, TICKETS, RECEIPTS)
 
 @contextmanager
 def shipped():
-    """Without the shape checks, which would say what the code should."""
+    """Disable the shape checks, so that the code itself must detect errors."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
@@ -96,13 +96,13 @@ def shipped():
 
 
 def tree(value):
-    """A value as a tree, to be compared to the last bit."""
+    """Convert a value to a tree for bitwise comparison."""
     found = {field.name: getattr(value, field.name) for field in fields(value) if field.name != "space"}
     return {name: tree(part) if isinstance(part, Message) else part for name, part in found.items()}
 
 
 @given(VALUES, st.booleans(), st.booleans())
-def test_every_field_comes_back_bit_for_bit(make, named, compress):
+def test_round_trip_of_every_field_is_bitwise_exact(make, named, compress):
     value = make()
     spec = SPACE if named else None
     back = unpack(pack(value, spec=spec, compress=compress), spec=spec)
@@ -111,7 +111,7 @@ def test_every_field_comes_back_bit_for_bit(make, named, compress):
 
 
 @given(VALUES, st.none() | st.text(min_size=1))
-def test_the_ticket_is_read_without_the_rest(make, ticket):
+def test_ticket_of_reads_the_ticket_of_every_kind(make, ticket):
     value = make()
     expected = value.id if isinstance(value, Ticket) else ticket
     assert ticket_of(pack(value, ticket=ticket)) == expected
@@ -120,7 +120,7 @@ def test_the_ticket_is_read_without_the_rest(make, ticket):
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in QUANTIZED], ids=str)
 @pytest.mark.parametrize("compress", [False, True])
-def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype, compress):
+def test_round_trip_of_every_dtype_is_bitwise_exact(dtype, compress):
     random = torch.from_numpy(np.random.default_rng(3).integers(0, 3, 1200 * dtype.itemsize, np.uint8))
     if dtype is torch.bool:
         random = random % 2
@@ -131,14 +131,14 @@ def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype, compress):
     )
 
 
-def test_views_come_back_as_their_values():
+def test_views_are_packed_by_value():
     x = torch.arange(12.0).reshape(3, 4).requires_grad_()
     start, *memory = x[:, 1], x.T, x[1:, ::2], x[0, 0].expand(5), torch.nn.Parameter(x), torch.ones(9)[::9]
     back = unpack(pack(Payload(start[None], 1, client_state=memory)))
     assert alike([back.points[0], *back.client_state], [torch.tensor(part.tolist()) for part in (start, *memory)])
 
 
-def test_it_is_a_file_of_safetensors_with_the_names_of_the_model():
+def test_safetensors_can_read_messages_with_the_names_of_the_model():
     message = Message(SPACE.point(MODEL), buffers=SPACE.buffers(MODEL), requested_buffers=("1.running_mean",))
     found = safetensors.torch.load(pack(message, spec=SPACE))
     state = MODEL.state_dict()
@@ -148,7 +148,7 @@ def test_it_is_a_file_of_safetensors_with_the_names_of_the_model():
     assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
-def test_a_ticket_brings_its_names_and_gets_its_space():
+def test_a_ticket_is_packed_with_names_and_unpacked_with_its_space():
     server = Server.of(MODEL, FedAsync(rate=0.5))
     ticket = server.dispatch("ward-7")
     data = pack(ticket)
@@ -158,7 +158,7 @@ def test_a_ticket_brings_its_names_and_gets_its_space():
     assert alike(back.state_dict(), ticket.state_dict())
 
 
-def test_leaves_are_found_by_name_in_whatever_order_they_lie():
+def test_leaves_are_found_by_name_in_any_order():
     payload = Payload(draw(3, 2, P).float(), 5)
     data = pack(payload, spec=SPACE)
     with shipped():
@@ -167,7 +167,7 @@ def test_leaves_are_found_by_name_in_whatever_order_they_lie():
     assert alike(tree(unpack(moved, spec=SPACE)), tree(payload))
 
 
-def test_tensors_have_memory_of_their_own_that_can_be_written():
+def test_unpacked_tensors_have_their_own_writable_memory():
     data = pack(Message(torch.ones(4), tensors={"a": torch.ones(3)}))
     first = unpack(data)
     first.start.zero_()
@@ -177,18 +177,18 @@ def test_tensors_have_memory_of_their_own_that_can_be_written():
         assert torch.equal(unpack(kind(data)).start, torch.ones(4))
 
 
-# What came may be smaller, but not much: a law without which a few bytes would fill the memory.
+# The compression ratio is limited, so that a small message cannot exhaust the memory.
 
 
 @given(st.integers(0, 10**6), st.booleans())
-def test_what_is_compressed_well_is_filled_up(size, large):
+def test_highly_compressible_data_is_padded_to_the_maximal_ratio(size, large):
     payload = Payload(torch.full((1, 2), 0.5), 1, client_state=torch.full((size,), float(large)))
     data = pack(payload, compress=True)
     assert len(data) * wire.MAX_COMPRESSION_RATIO >= 4 * size
     assert alike(tree(unpack(data)), tree(payload))
 
 
-def test_compression_makes_weights_smaller_and_keeps_every_bit():
+def test_compression_reduces_size_and_is_lossless():
     payload = Payload(0.02 * draw(1, 1, 40_000, dtype=torch.float32), 1)
     plain, small, rounded = pack(payload), pack(payload, compress=True), pack(payload, error=1e-4)
     assert len(small) < 0.9 * len(plain)
@@ -204,7 +204,7 @@ NUMBERS = st.floats(width=64) | st.sampled_from([math.nan, math.inf, -math.inf, 
     st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]),
     st.floats(min_value=5e-324, max_value=1.7e308) | st.sampled_from([1e-4, 0.5, 2.0**-10]),
 )
-def test_no_number_moves_further_than_was_allowed(numbers, dtype, error):
+def test_rounding_errors_do_not_exceed_the_error_bound(numbers, dtype, error):
     x = torch.tensor(numbers, dtype=torch.float64).to(dtype)
     payload = Payload(x[None], 1, tensors={"t": x}, client_state=x, base=x, buffers={"b": x})
     back = unpack(pack(payload, error=error))
@@ -213,11 +213,11 @@ def test_no_number_moves_further_than_was_allowed(numbers, dtype, error):
         finite = x.isfinite()
         assert alike(found[~finite], x[~finite])
         moved = [abs(a - b) for a, b in zip(found[finite].tolist(), x[finite].tolist(), strict=True)]
-        # Differences of floats that are near each other are exact; others are rounded, monotonically.
+        # Differences of nearby floats are exact. The rounding of other differences is monotone.
         assert max(moved, default=0.0) <= error
 
 
-def test_a_curved_leaf_stays_on_its_sphere():
+def test_curved_leaves_are_not_rounded():
     space = ParameterSpace.of(torch.nn.Linear(3, 2), {"weight": Sphere(3)})
     points = space.random_point(generator=torch.Generator().manual_seed(0))[None]
     back = unpack(pack(Payload(points, 1), spec=space, error=0.01), spec=space)
@@ -225,7 +225,7 @@ def test_a_curved_leaf_stays_on_its_sphere():
     assert not torch.equal(back.points, points)
 
 
-def test_a_message_is_not_rounded():
+def test_an_error_bound_for_a_message_is_rejected():
     with pytest.raises(ArgumentError, match="^error: expected 0 for a Message"):
         pack(Message(torch.ones(2)), error=0.1)
 
@@ -248,12 +248,12 @@ def test_a_message_is_not_rounded():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_travel_is_refused_by_its_place(as_shipped, value, told):
+def test_unsupported_values_are_rejected_with_their_path(as_shipped, value, told):
     with pytest.raises(WireError, match=told):
         pack(Payload(**{"points": torch.ones(1, 2), "samples": 1} | value))
 
 
-def test_branches_within_one_another_are_counted_on_both_sides():
+def test_nesting_depth_is_limited_in_pack_and_unpack():
     def nested(depth):
         return [nested(depth - 1)] if depth else None
 
@@ -263,8 +263,8 @@ def test_branches_within_one_another_are_counted_on_both_sides():
         pack(replace(value, client_state=nested(MAX_DEPTH)))
 
 
-def test_integers_as_keys_are_counted_on_both_sides():
-    """Those that collide take as long as all before them."""
+def test_integer_keys_are_limited_in_pack_and_unpack():
+    """Inserting an integer key whose hash collides takes time proportional to the number of keys."""
     memory = {"m": dict.fromkeys(range(MAX_INT_KEYS))}
     data = pack(Payload(torch.ones(1, 2), 1, client_state=memory))
     assert unpack(data).client_state == memory
@@ -275,14 +275,14 @@ def test_integers_as_keys_are_counted_on_both_sides():
     assert unpack(pack(Payload(torch.ones(1, 2), 1, client_state=words))).client_state == words
 
 
-def test_tensors_come_back_on_the_cpu_whatever_the_default_device():
+def test_tensors_are_unpacked_to_the_cpu_for_any_default_device():
     payload = Payload(torch.ones(1, 400), 1)
     for data in (pack(payload), pack(payload, compress=True)):
         with torch.device("meta"):
             assert torch.equal(unpack(data).points, payload.points)
 
 
-def test_bytes_come_in_any_view(as_shipped):
+def test_unpack_accepts_any_memoryview(as_shipped):
     data = pack(Receipt(True, "", 3))
     spread = bytearray(2 * len(data))
     spread[::2] = data
@@ -299,13 +299,13 @@ def test_bytes_come_in_any_view(as_shipped):
             read(released)
 
 
-def test_no_points_are_refused_where_they_have_names():
+def test_an_empty_payload_with_a_spec_is_rejected():
     with pytest.raises(ArgumentError, match="^points: expected at least one point"):
         pack(Payload(torch.ones(0, P), 1), spec=SPACE)
     assert unpack(pack(Payload(torch.ones(0, P), 1))).points.shape == (0, P)
 
 
-def test_arguments_that_do_not_fit_are_named(as_shipped):
+def test_invalid_arguments_are_rejected_by_name(as_shipped):
     value = Message(torch.ones(2))
     for told, call in {
         "value: expected a Message": lambda: pack({}),
@@ -320,7 +320,7 @@ def test_arguments_that_do_not_fit_are_named(as_shipped):
             call()
 
 
-def test_without_zstandard_both_sides_say_what_is_missing(monkeypatch):
+def test_compression_without_zstandard_names_the_missing_extra(monkeypatch):
     value = Payload(torch.zeros(1, 4000), 1)
     data = pack(value, compress=True)
     monkeypatch.setitem(sys.modules, "zstandard", None)
@@ -331,7 +331,7 @@ def test_without_zstandard_both_sides_say_what_is_missing(monkeypatch):
         unpack(data)
 
 
-# Hostile bytes.
+# Invalid and malicious bytes.
 
 
 def header_of(data):
@@ -344,8 +344,8 @@ def forged(data, header):
     return with_length((header if isinstance(header, str) else json.dumps(header)).encode()) + data[8 + length :]
 
 
-def refused_or_read(data):
-    """Nothing but a value or a `WireError` comes of it."""
+def check_rejected_or_unpacked(data):
+    """Check that each function returns a value or raises a `WireError` with a short message."""
     told = []
     with shipped():
         for read in (unpack, partial(unpack, spec=SPACE), ticket_of):
@@ -377,14 +377,14 @@ SAMPLES = [
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_refused(data):
+def test_random_bytes_are_rejected(data):
     with pytest.raises(WireError, match="^wire: expected the result of `pack`: "):
         unpack(data)
-    refused_or_read(with_length(data.decode("latin1").encode()))
+    check_rejected_or_unpacked(with_length(data.decode("latin1").encode()))
 
 
 @pytest.mark.parametrize("data", SAMPLES, ids=lambda data: unpack(data).__class__.__name__)
-def test_every_truncation_is_refused(data):
+def test_every_truncation_is_rejected(data):
     for length in range(len(data)):
         with pytest.raises(WireError):
             unpack(data[:length])
@@ -395,11 +395,11 @@ def test_every_truncation_is_refused(data):
 @given(
     st.sampled_from(SAMPLES), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=5)
 )
-def test_altered_bytes_are_refused_or_read(data, changes):
+def test_altered_bytes_are_rejected_or_unpacked(data, changes):
     altered = bytearray(data)
     for place, value in changes:
         altered[place % len(data)] = value
-    refused_or_read(bytes(altered))
+    check_rejected_or_unpacked(bytes(altered))
 
 
 JUNK = st.recursive(
@@ -425,9 +425,9 @@ def with_junk(node, way, junk):
 
 
 @given(st.sampled_from(SAMPLES), st.data())
-def test_headers_with_junk_anywhere_are_refused_or_read(data, draws):
+def test_headers_with_random_changes_are_rejected_or_unpacked(data, draws):
     header = header_of(data)
-    for name in ("tree", "coded", "leaves"):  # texts within the text
+    for name in ("tree", "coded", "leaves"):  # These values are JSON texts inside the JSON text.
         if name in header["__metadata__"]:
             header["__metadata__"][name] = json.loads(header["__metadata__"][name])
     for _ in range(draws.draw(st.integers(1, 2))):
@@ -436,11 +436,11 @@ def test_headers_with_junk_anywhere_are_refused_or_read(data, draws):
     metadata = header.get("__metadata__")
     if isinstance(metadata, dict) and draws.draw(st.booleans()):
         header["__metadata__"] = {key: x if isinstance(x, str) else json.dumps(x) for key, x in metadata.items()}
-    refused_or_read(forged(data, header))
+    check_rejected_or_unpacked(forged(data, header))
 
 
 def altered(data, **changes):
-    """The bytes with other lines or metadata in the header."""
+    """Return the bytes with other entries or metadata in the header."""
     header = header_of(data)
     metadata = header["__metadata__"]
     for name, change in changes.items():
@@ -517,15 +517,15 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_bytes_are_refused_and_told(name):
+def test_malicious_bytes_are_rejected_with_a_reason(name):
     data, told = HOSTILE[name]
     with shipped(), pytest.raises(WireError, match=told):
         unpack(data)
-    refused_or_read(data)
+    check_rejected_or_unpacked(data)
 
 
-def test_what_is_compressed_is_made_once():
-    """Only what torch keeps, and not a second time beside it."""
+def test_decompression_allocates_the_data_once():
+    """The decompressed data is in a tensor of torch, and the Python heap contains no second copy."""
     data = pack(Payload(torch.zeros(1, 4_000_000), 1), compress=True)
     tracemalloc.start()
     try:
@@ -538,7 +538,7 @@ def test_what_is_compressed_is_made_once():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float64])
-def test_planes_are_put_together_over_the_edges_of_pieces(monkeypatch, dtype):
+def test_byte_planes_are_joined_across_chunks(monkeypatch, dtype):
     monkeypatch.setattr(_compression, "CHUNK_BYTES", 100)
     for size in (512, 700, 701):
         x = (draw(size, size, dtype=torch.float64).abs() % 2).round().to(dtype)
@@ -548,7 +548,7 @@ def test_planes_are_put_together_over_the_edges_of_pieces(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("name", ["tree", "coded", "leaves"])
-def test_values_that_the_header_hides_in_escapes_are_counted(monkeypatch, name):
+def test_values_in_escape_sequences_of_the_header_are_counted(monkeypatch, name):
     escapes = "\\u007b\\u007d\\u002c"
     header = header_of(SAMPLES[1])
     header["__metadata__"][name] = "HERE"
@@ -558,11 +558,11 @@ def test_values_that_the_header_hides_in_escapes_are_counted(monkeypatch, name):
         unpack(data)
 
 
-def test_a_lying_frame_makes_no_more_memory_than_it_may():
-    """Its own header claims a terabyte, that of the wire what came."""
+def test_a_frame_with_a_false_size_is_rejected():
+    """The header of the frame claims a terabyte, and the header of the message claims 50 times the received bytes."""
     lying = bytearray(zstandard.ZstdCompressor(write_content_size=True).compress(bytes(10**6)))
     assert zstandard.frame_content_size(bytes(lying)) == 10**6
-    lying[4] = 0xE0  # the flag of a size in eight bytes, a window of its own
+    lying[4] = 0xE0  # The flag for a size of eight bytes, with a window descriptor.
     lying[5:9] = struct.pack("<Q", 2**40)
     value = pack(Payload(torch.ones(1, 4), 1, client_state=torch.zeros(len(lying), dtype=torch.uint8)))
     data = bytearray(coded(value, ["uint8", [len(lying)], True]))
@@ -576,7 +576,7 @@ def test_a_lying_frame_makes_no_more_memory_than_it_may():
         unpack(data)
 
 
-# The server.
+# Use with a server.
 
 
 def junk(calls):
@@ -584,7 +584,7 @@ def junk(calls):
     return unpack(b"of my own making")
 
 
-def test_junk_is_a_refused_receipt_and_leaves_the_ticket_open(as_shipped):
+def test_invalid_bytes_give_a_rejecting_receipt_and_leave_the_ticket_valid(as_shipped):
     server = Server(Flat(2), FedAsync(rate=0.5), torch.zeros(2))
     ticket = server.dispatch("ward-7")
     receipt = server.receive(ticket.id, partial(unpack, b"of my own making"))
@@ -597,7 +597,7 @@ def test_junk_is_a_refused_receipt_and_leaves_the_ticket_open(as_shipped):
     assert server.receive(server.dispatch(1), partial(unpack, message)).reason.startswith("payload: expected a Payload")
 
 
-def test_what_answers_no_open_ticket_is_not_even_unpacked():
+def test_payloads_without_an_open_ticket_are_not_unpacked():
     server = Server(Flat(2), FedAsync(rate=0.5), torch.zeros(2))
     calls = []
     assert server.receive("0" * 32, partial(junk, calls)).reason.startswith("ticket: unknown")
@@ -607,7 +607,7 @@ def test_what_answers_no_open_ticket_is_not_even_unpacked():
     assert calls == []
 
 
-def test_what_a_function_raises_of_its_own_comes_out_and_changes_nothing():
+def test_other_exceptions_of_the_payload_function_propagate_and_change_nothing():
     server = Server(Flat(2), FedAsync(rate=0.5), torch.zeros(2))
     ticket = server.dispatch("ward-7")
     with pytest.raises(ZeroDivisionError):
@@ -616,7 +616,7 @@ def test_what_a_function_raises_of_its_own_comes_out_and_changes_nothing():
     assert server.receive(ticket, Payload(torch.tensor([[2.0, 4.0]]), samples=10)).accepted
 
 
-def test_a_payload_of_another_model_is_refused_by_its_layout():
+def test_a_payload_of_another_model_is_rejected():
     server = Server.of(MODEL, FedAsync(rate=0.5))
     other = ParameterSpace.of(torch.nn.Linear(P - 1, 1))
     ticket = server.dispatch("ward-7")
@@ -629,7 +629,7 @@ def test_a_payload_of_another_model_is_refused_by_its_layout():
     assert server.rejected == {"wire": 2}
 
 
-def test_a_client_whose_model_is_wrapped_is_told_so():
+def test_error_names_the_wrapper_of_the_model():
     server = Server.of(MODEL, FedAsync(rate=0.5))
     wrapped = ParameterSpace.of(torch.nn.DataParallel(MODEL))
     data = pack(Payload(torch.zeros(1, P), 1), spec=wrapped)
@@ -637,7 +637,7 @@ def test_a_client_whose_model_is_wrapped_is_told_so():
     assert "got 'module.' in names, which DataParallel" in receipt.reason
 
 
-def test_a_spec_in_json_does_for_the_space():
+def test_a_spec_from_json_replaces_the_space():
     server = Server.of(MODEL, FedAsync(rate=0.5))
     spec = json.loads(json.dumps(server.spec()))
     payload = Payload(draw(3, 1, P).float(), 4)
@@ -645,7 +645,7 @@ def test_a_spec_in_json_does_for_the_space():
     assert unpack(pack(server.dispatch("ward-7")), spec=spec).space == server.space
 
 
-def test_over_the_wire_and_directly_are_the_same_to_the_last_bit():
+def test_packed_and_direct_payloads_give_bitwise_equal_models():
     models = []
     for wired in (False, True):
         server = Server.of(MODEL, FedAsync(rate=0.3))

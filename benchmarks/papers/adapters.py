@@ -1,33 +1,39 @@
-r"""Low-rank adapters that speakers train on a frozen transformer, each at its own pace: ways to put them together.
+r"""Compare ways to combine low-rank adapters that clients of different speeds train on a frozen transformer.
 
     python benchmarks/papers/adapters.py --data build/data
 
-A transformer learns what the lesser speakers of a text of plays say, and is frozen. Clients are speakers out of the
-forty who say most; their text it has not seen. Each trains an adapter $B A$ of every weight of attention and MLP, for
-a few steps of Adam from what the server sends, and answers when it is done: clients are up to eight times as fast as
-others. The server takes every answer as it comes, a share $\rho = \min(1, \alpha N n_i / \sum_j n_j) $ of it. Ways:
+The base transformer is trained on a text of plays, without the speeches of the 40 speakers with the most text, and is
+then frozen. A seed draws the clients from these speakers. A client receives an adapter, trains a low-rank product $B A$
+for every weight of attention and MLP with a few steps of Adam, and returns it. The fastest clients are up to eight
+times as fast as the slowest. The server applies each update on arrival with the weight
+$\rho = \min(1, \alpha N n_i / \sum_j n_j)$. The ways to combine adapters are:
 
-* *factors*: $A$ and $B$ are vectors like others (FedAsync);
-* *residuals*: the same, and what that changes in the products goes into the frozen weight, which clients are sent too:
-  $W' = W + [(1 - \rho) B A + \rho B_i A_i] - B' A'$, so that no mean of products is lost (after FedEx-LoRA);
-* *matrices*: each pair is one point of `LowRank` (FedAsync, `adapters=True`);
-* *OrthoDC*: FedOrtho in place of FedAsync, on factors and on matrices;
-* *tangent*: the same with `transport="projection"`;
-* *as sent*: a client of a lower rank than the server's is sent the nearest adapter of its rank, and answers with what
-  became of that. All other ways keep, at the server, what such a client was not sent.
+* *factors*: FedAsync on $A$ and $B$ as plain vectors.
+* *residuals*: the same, and the frozen weight absorbs the error of the mean of products (after FedEx-LoRA):
+  $W' = W + [(1 - \rho) B A + \rho B_i A_i] - B' A'$. Clients also receive this change.
+* *matrices*: FedAsync on points of `LowRank`, one for each pair of factors (`adapters=True`).
+* *OrthoDC*: FedOrtho instead of FedAsync, on factors and on matrices.
+* *tangent*: the same with `transport="projection"`.
+* *as sent*: FedAsync on matrices, for clients of a lower rank than the server. Such a client receives the nearest
+  adapter of its rank, and the server moves towards the returned adapter alone. In all other ways, the server adds the
+  part that it did not send to the returned adapter.
 
-Settings: *common*, all clients have rank 4, and send the factors that they trained; *ranks*, clients have ranks 2, 4
-and 8, the server has 8; *gauges*, the same, and each client multiplies its factors by a matrix of condition 4, drawn
-anew for each answer, $B G$ and $G^{-1} A$.
+The settings are:
 
-So that there is something to learn, clients type as people do: a third of them without capitals, a third with nothing
-else, a third without punctuation. The local rate and $\alpha$ are chosen for each way and setting from one grid, on
-another seed and on a part of the clients' text that no test run is tested on. The loss is in nats a character, of the
-server's model on the last fifth of what clients say. A seed draws the clients, their speeds, batches and gauges, the
-same for all ways; the base is one for all.
-Bytes are those of adapters in float32, both directions; of *residuals* also those of the change of the frozen weights
-since the client's last visit, as factors or as matrices, whichever are fewer. Every run that is done is a row of
-`adapters.jsonl`, and is not done again; the tables are made of the rows that there are.
+* *common*: all clients have rank 4.
+* *ranks*: the clients have the ranks 2, 4 and 8, and the server has rank 8.
+* *gauges*: the same ranks. Each client also multiplies its factors by a random matrix of condition 4, new for each
+  update: $B G$ and $G^{-1} A$.
+
+To make the clients differ from the base, a third of them writes without capitals, a third only in capitals, and a third
+without punctuation. The local rate and $\alpha$ are selected for each way and setting from the same grid, on another
+seed and on a part of the clients' text that no test run uses for testing. The loss is that of the server model in nats
+per character, on the last fifth of the text of each client. A seed determines the clients, their speeds, batches and
+gauges, which are equal for all ways. All seeds share one base.
+
+Bytes are those of float32 adapters in both directions. For *residuals*, they include the change of the frozen weights
+since the last visit of the client, as factors or as matrices, whichever is smaller. Each finished run is a row of
+`adapters.jsonl` and is not repeated. The tables are computed from the finished runs.
 """
 
 import argparse
@@ -64,32 +70,32 @@ from runs import Row, Runs
 
 HERE = Path(__file__).parent
 POOL = 40
-"""Speakers who say most, of whom clients are drawn."""
+"""The number of speakers with the most text, from whom the clients are drawn."""
 TUNED_ON = (100,)
 TEST_SEEDS = tuple(range(5))
 CONDITION = 4.0
 SPREAD = 3.0
-"""Of the clients' paces, in powers of two."""
+"""The range of the mean task times of clients, in powers of two."""
 State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a run is.
+    """The settings of a run.
 
     Attributes:
-        clients: how many.
-        num_updates: of all clients.
-        steps: of Adam, before a client answers.
-        batch: sequences a step.
-        length: characters of a sequence.
-        width: of the transformer.
-        layers: likewise.
-        base: steps in which it learns, of 16 sequences.
-        held: sequences at most that the loss is read on.
-        eval_every: updates between two looks at the loss.
-        rates: local ones to choose from.
-        shares: values of $\\alpha$, likewise.
+        clients: the number of clients.
+        num_updates: the number of updates of all clients.
+        steps: the number of Adam steps per update.
+        batch: the number of sequences per step.
+        length: the number of characters per sequence.
+        width: the width of the transformer.
+        layers: the number of layers of the transformer.
+        base: the number of training steps of the base, each with 16 sequences.
+        held: the maximum number of held-out sequences.
+        eval_every: the number of updates between two evaluations.
+        rates: the local rates to select from.
+        shares: the values of $\\alpha$ to select from.
     """
 
     clients: int = 16
@@ -106,7 +112,10 @@ class Size:
     shares: tuple[float, ...] = (0.1, 0.25, 0.6)
 
     def looks(self, done: int) -> bool:
-        """Whether to look after so many answers: more often at first, where *residuals* have spent what others do."""
+        """Return whether to evaluate after this number of updates.
+
+        Evaluations are more frequent at first, when *residuals* reach the number of bytes of the other ways.
+        """
         return (
             done % self.eval_every == 0
             or done == self.num_updates
@@ -120,11 +129,11 @@ QUICK = Size(clients=4, num_updates=8, steps=2, batch=2, length=32, width=16, la
 
 @dataclass(frozen=True)
 class Setting:
-    """What clients are like.
+    """The properties of the clients.
 
     Attributes:
-        ranks: client i has the i-th of them, in turns; the server has the highest.
-        gauges: whether what they send is in a basis of its own.
+        ranks: the ranks, which are assigned to the clients cyclically. The server has the largest rank.
+        gauges: whether each client changes the basis of its factors.
     """
 
     ranks: tuple[int, ...]
@@ -132,7 +141,7 @@ class Setting:
 
     @property
     def rank(self) -> int:
-        """Of the server."""
+        """The rank of the server."""
         return max(self.ranks)
 
 
@@ -141,12 +150,12 @@ SETTINGS = {"common": Setting((4,)), "gauges": Setting((2, 4, 8), gauges=True), 
 
 @dataclass(frozen=True)
 class Way:
-    """How adapters are put together.
+    """A way to combine adapters.
 
     Attributes:
-        rule: of $\\alpha$ times the number of clients; `None` where it is `Residuals`.
-        matrices: whether pairs of factors are one matrix each.
-        keeps: whether the server keeps what a client of a lower rank was not sent.
+        rule: a function that returns the rule for $\\alpha$ times the number of clients, or `None` for `Residuals`.
+        matrices: whether each pair of factors is one point of `LowRank`.
+        keeps: whether the server keeps the part of the adapter that a client of a lower rank did not receive.
     """
 
     rule: Callable[[float], Rule] | None
@@ -155,7 +164,7 @@ class Way:
 
 
 def mixing(rate: float) -> Rule:
-    """The part of the way to a client's model that its share of the data says."""
+    """Return FedAsync with weights in proportion to the samples of the clients."""
     return rules.FedAsync(rate, weighted=True)
 
 
@@ -171,17 +180,17 @@ WAYS = {
 
 
 def ways_of(setting: str) -> list[str]:
-    """Those that are something of their own there."""
+    """Return the ways that differ from each other in a setting."""
     return [name for name, way in WAYS.items() if way.keeps or len(set(SETTINGS[setting].ranks)) > 1]
 
 
 class World:
-    """The text, who says what, and the frozen transformer.
+    """The text, its speakers, and the frozen transformer.
 
     Args:
         data: the folder of the text of plays.
-        size: of a run.
-        cache: a folder where the frozen transformer is kept.
+        size: the settings of a run.
+        cache: the folder that stores the frozen transformer.
     """
 
     def __init__(self, data: Path, size: Size, cache: Path) -> None:
@@ -217,12 +226,12 @@ class World:
         }
 
     def cut(self, text: str) -> Tensor:
-        """Sequences (any, length + 1) of tokens."""
+        """Split a text into sequences of tokens, (any, length + 1)."""
         tokens = torch.tensor([self._number[character] for character in text])
         return tokens.unfold(0, self.size.length + 1, self.size.length)
 
     def _learn(self, sequences: Tensor) -> None:
-        """The base."""
+        """Train the base."""
         draw = np.random.default_rng(0)
         optimizer = torch.optim.AdamW(self.model.parameters(), 3e-3)
         falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.size.base)
@@ -234,7 +243,7 @@ class World:
             falling.step()
 
     def start(self, rank: int, seed: int) -> State:
-        """The adapter that has learned nothing: A as PEFT draws it, B is 0."""
+        """Return an initial adapter, with A drawn as in PEFT and B = 0."""
         draw = torch.Generator().manual_seed(seed)
         found = {}
         for stem, name in self.weights.items():
@@ -244,7 +253,7 @@ class World:
         return found
 
     def loss(self, adapter: Mapping[str, Tensor], beside: Mapping[str, Tensor], samples: Tensor) -> Tensor:
-        """Of the base with an adapter, and with what is beside it in the frozen weights, by stem."""
+        """Return the loss of the base with an adapter, and with the changes `beside` of frozen weights by stem."""
         own = {}
         for stem, name in self.weights.items():
             own[name] = self.base[name] + adapter[f"{stem}.lora_B.weight"] @ adapter[f"{stem}.lora_A.weight"]
@@ -258,17 +267,17 @@ STYLES: tuple[Callable[[str], str], ...] = (
     str.upper,
     lambda text: "".join(c for c in text if c.isalpha() or c.isspace()),
 )
-"""How people type: without capitals, with nothing else, without punctuation."""
+"""The writing styles of clients: without capitals, only in capitals, and without punctuation."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Who takes part, drawn by a seed.
+    """The clients of a seed.
 
     Attributes:
-        train: (sequences, length + 1) of tokens, for each client.
-        held: likewise, of all.
-        paces: the mean seconds of a task, for each client.
+        train: the training tokens of each client, (sequences, length + 1).
+        held: the held-out tokens of all clients, (sequences, length + 1).
+        paces: the mean seconds per task of each client.
     """
 
     train: list[Tensor]
@@ -277,7 +286,7 @@ class Cast:
 
     @staticmethod
     def of(world: World, seed: int, *, tuning: bool) -> "Cast":
-        """The last fifth of what a client says is held out; for a choice of rates as much as that, before it."""
+        """Draw the clients. Test runs hold out the last fifth of a text, and tuning runs the fifth before it."""
         draw = np.random.default_rng([seed, 0])
         train, held = [], []
         styles = draw.permutation(np.arange(world.size.clients) % len(STYLES))
@@ -294,14 +303,14 @@ class Cast:
 
 @dataclass(frozen=True)
 class Given:
-    """What a client was sent.
+    """A message to a client.
 
     Attributes:
-        adapter: of its rank.
-        beside: what its frozen weights have besides, by stem.
-        rest: of the server's adapter, what it was not sent.
-        bytes: of all that was sent.
-        told: what the server knows the task by.
+        adapter: the adapter of the rank of the client.
+        bytes: the number of sent bytes.
+        rest: the part of the server's adapter that was not sent.
+        told: the ticket of the server.
+        beside: the changes of the frozen weights, by stem.
     """
 
     adapter: State
@@ -312,7 +321,7 @@ class Given:
 
 
 class Hub:
-    """A server of the library, and what it takes to have clients of lower ranks."""
+    """A server of the library that truncates adapters for clients of lower ranks."""
 
     def __init__(self, way: Way, setting: Setting, start: State, share: float, samples: Sequence[int]) -> None:
         assert way.rule is not None
@@ -321,7 +330,7 @@ class Hub:
         self._server = Server.of(start, way.rule(share * len(samples)), adapters=way.matrices, weights=sizes)
 
     def send(self, client: int) -> Given:
-        """What a client is given."""
+        """Return a message for a client."""
         ticket = self._server.dispatch(client)
         rank = self._setting.ranks[client % len(self._setting.ranks)]
         cut = nearest if self._way.matrices else first
@@ -329,21 +338,21 @@ class Hub:
         return Given(adapter, size_of(adapter), rest if self._way.keeps else {}, ticket)
 
     def take(self, client: int, given: Given, answer: State) -> None:
-        """Take what it made of that."""
+        """Apply the update of a client."""
         whole = beside(answer, given.rest)
         self._server.receive_model(given.told, whole, samples=self._samples[client]).check()
 
     def adapter(self) -> State:
-        """The server's."""
+        """Return the adapter of the server."""
         return self._server.state_dict()
 
     def frozen(self) -> State:
-        """What is beside it in the weights."""
+        """Return the changes of the frozen weights, by stem."""
         return {}
 
 
 class Residuals:
-    """Averages of factors, with what they do to the mean of the products in the frozen weights."""
+    """A server that averages factors and adds the error of the mean of products to the frozen weights."""
 
     def __init__(self, way: Way, setting: Setting, start: State, share: float, samples: Sequence[int]) -> None:
         self._setting, self._share, self._samples = setting, share, samples
@@ -352,7 +361,7 @@ class Residuals:
         self._seen = dict.fromkeys(range(len(samples)), 0)
 
     def send(self, client: int) -> Given:
-        """What a client is given: factors, and the change of the residual since it was here."""
+        """Return a message with the factors and the change of the residual since the last message."""
         rank = self._setting.ranks[client % len(self._setting.ranks)]
         adapter, rest = first(self._adapter, rank)
         since = self._version - self._seen[client]
@@ -364,7 +373,7 @@ class Residuals:
         return Given(adapter, size_of(adapter) + changed, rest, None, beside=dict(self._residual))
 
     def take(self, client: int, given: Given, answer: State) -> None:
-        """Take what it made of that."""
+        """Apply the update of a client."""
         whole = beside(answer, given.rest)
         rho = min(1.0, self._share * len(self._samples) * self._samples[client] / sum(self._samples))
         before, theirs = products(self._adapter), products(whole)
@@ -377,33 +386,33 @@ class Residuals:
         self._version += 1
 
     def adapter(self) -> State:
-        """The server's."""
+        """Return the adapter of the server."""
         return self._adapter
 
     def frozen(self) -> State:
-        """What is beside it in the weights."""
+        """Return the changes of the frozen weights, by stem."""
         return self._residual
 
 
 def pairs(adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """The names of A and B of each."""
+    """Yield the names of A and B of each pair."""
     for name in adapter:
         if "lora_A" in name:
             yield name, name.replace("lora_A", "lora_B")
 
 
 def products(adapter: Mapping[str, Tensor]) -> State:
-    """By stem, what each pair does to its weight."""
+    """Return the product of each pair, by the stem of its weight."""
     return {a.removesuffix(".lora_A.weight"): adapter[b] @ adapter[a] for a, b in pairs(adapter)}
 
 
 def size_of(adapter: Mapping[str, Tensor]) -> int:
-    """In bytes."""
+    """Return the size of an adapter in bytes."""
     return sum(x.nbytes for x in adapter.values())
 
 
 def nearest(adapter: State, rank: int) -> tuple[State, State]:
-    """The nearest adapter of a rank, and the rest."""
+    """Return the nearest adapter of a rank, and the residual."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "adapters: at .* two singular values are equal")
         found, info = average_adapters([adapter], None, rank, return_info=True)
@@ -411,7 +420,7 @@ def nearest(adapter: State, rank: int) -> tuple[State, State]:
 
 
 def first(adapter: State, rank: int) -> tuple[State, State]:
-    """The first rows of A and columns of B, and the others."""
+    """Return an adapter of the first rows of A and columns of B, and an adapter of the others."""
     found, rest = {}, {}
     for a, b in pairs(adapter):
         found |= {a: adapter[a][:rank].clone(), b: adapter[b][:, :rank].clone()}
@@ -420,7 +429,7 @@ def first(adapter: State, rank: int) -> tuple[State, State]:
 
 
 def beside(adapter: State, rest: Mapping[str, Tensor]) -> State:
-    """An adapter and the rest of it, as one."""
+    """Concatenate an adapter and its rest."""
     found = dict(adapter)
     for a, b in pairs(rest):
         found |= {a: torch.cat([adapter[a], rest[a]]), b: torch.cat([adapter[b], rest[b]], 1)}
@@ -428,7 +437,7 @@ def beside(adapter: State, rest: Mapping[str, Tensor]) -> State:
 
 
 def turned(adapter: State, draw: torch.Generator) -> State:
-    """The same products of other factors."""
+    """Return other factors with the same products."""
     found = {}
     for a, b in pairs(adapter):
         rank = len(adapter[a])
@@ -440,7 +449,7 @@ def turned(adapter: State, draw: torch.Generator) -> State:
 
 
 def fitted(world: World, given: Given, samples: Tensor, rate: float, draw: np.random.Generator) -> State:
-    """What a client makes of it."""
+    """Train the adapter of a client."""
     leaves = {name: x.clone().requires_grad_() for name, x in given.adapter.items()}
     optimizer = torch.optim.Adam(leaves.values(), rate)
     for _ in range(world.size.steps):
@@ -456,14 +465,14 @@ def fitted(world: World, given: Given, samples: Tensor, rate: float, draw: np.ra
 
 @torch.no_grad()
 def held_out(world: World, hub: Hub | Residuals, samples: Tensor) -> float:
-    """The loss of the server's model."""
+    """Return the loss of the server model."""
     adapter, residual = hub.adapter(), hub.frozen()
     total = sum(world.loss(adapter, residual, part).item() * len(part) for part in samples.split(256))
     return total / len(samples)
 
 
 def trained(world: World, setting: str, name: str, rate: float, share: float, seed: int, *, tuning: bool) -> Row:
-    """One run."""
+    """Run one training and return its row."""
     started = time.process_time()
     cast, kind = Cast.of(world, seed, tuning=tuning), SETTINGS[setting]
     sizes = [len(part) for part in cast.train]
@@ -513,12 +522,12 @@ def trained(world: World, setting: str, name: str, rate: float, share: float, se
 
 
 class Rows(Runs):
-    """The runs that are done, whatever the grid was."""
+    """Finished runs of any grid."""
 
     free = ("rates", "shares")
 
     def trials(self, setting: str, way: str) -> dict[tuple[float, float], float]:
-        """The mean loss at the end of each pair of rates that all tuning seeds have."""
+        """Return the mean final loss of each pair of rates for which all tuning seeds are finished."""
         grid = product(self._size["rates"], self._size["shares"])
         found = {}
         for rate, share in grid:
@@ -531,13 +540,13 @@ class Rows(Runs):
         return found
 
     def chosen(self, setting: str, way: str) -> tuple[float, float] | None:
-        """The pair of rates with the least, once all are done."""
+        """Return the pair of rates with the lowest loss, if all trials are finished."""
         trials = self.trials(tuned_in(setting, way), way)
         whole = len(trials) == len(self._size["rates"]) * len(self._size["shares"])
         return min(trials, key=lambda pair: trials[pair]) if whole else None
 
     def tests(self, setting: str) -> dict[str, dict[int, Row]]:
-        """By way and seed, at the rates that were chosen."""
+        """Return the test runs with the selected rates, by way and seed."""
         found: dict[str, dict[int, Row]] = {}
         for way in ways_of(setting):
             pair = self.chosen(setting, way)
@@ -551,32 +560,32 @@ class Rows(Runs):
 
 
 def loss_of(row: Row, budget: float = math.inf) -> float:
-    """The last loss until so many bytes have been sent."""
+    """Return the last loss within a budget of bytes."""
     losses = [entry["loss"] for entry in row["log"] if entry["down"] + entry["up"] <= budget]
     return math.inf if not losses or losses[-1] is None else float(losses[-1])
 
 
 def tuned_in(setting: str, way: str) -> str:
-    """Where the rates of a way are searched: matrices have no gauge, and bits do not matter here."""
+    """Return the setting in which the rates of a way are selected. The basis of factors does not affect matrices."""
     return "gauges" if setting == "ranks" and WAYS[way].matrices else setting
 
 
 def tail_loss_of(row: Row) -> float:
-    """The mean of the looks in the last third of the answers: single ones jump."""
+    """Return the mean loss over the last third of the updates, because single evaluations fluctuate."""
     end = row["log"][-1]["updates"]
     losses = [entry["loss"] for entry in row["log"] if 3 * entry["updates"] >= 2 * end]
     return math.inf if None in losses else float(np.mean(losses))
 
 
 def spent(row: Row) -> int:
-    """Bytes, at the end."""
+    """Return the number of bytes at the end of a run."""
     return int(row["log"][-1]["down"] + row["log"][-1]["up"])
 
 
 def work(
     world: World, rows: Rows, settings: Sequence[str], names: Sequence[str], seeds: Sequence[int], until: float
 ) -> None:
-    """What is not done yet: all trials of a setting, then its ways, one test seed after another."""
+    """Run the missing trials of each setting, and then all ways for one test seed after another."""
 
     def once(setting: str, way: str, pair: tuple[float, float], seed: int, *, tuning: bool) -> None:
         rate, share = pair
@@ -601,20 +610,20 @@ def work(
 
 
 def less(scores: Mapping[int, float], others: Mapping[int, float]) -> MeanCI | None:
-    """How much more is lost than by another way, over the seeds that both have."""
+    """Return the difference to the losses of another way, over the seeds of both."""
     both = [scores[seed] - others[seed] for seed in scores if seed in others]
     return mean_ci(both) if both and all(map(math.isfinite, both)) else None
 
 
 def said(mean: MeanCI | None, sign: str = "") -> str:
-    """A mean with the half of its interval."""
+    """Format a mean with half the width of its confidence interval."""
     if mean is None:
         return "-"
     return f"{mean.value:{sign}.4f}" if mean.half_width is None else f"{mean.value:{sign}.4f} +- {mean.half_width:.4f}"
 
 
 def tables(rows: Rows, size: Size, command: str) -> list[str]:
-    """What is known by now, as Markdown."""
+    """Return the tables of the finished runs in Markdown."""
     lines = [
         "# Adapters put together: nats a character",
         "",
@@ -631,7 +640,7 @@ def tables(rows: Rows, size: Size, command: str) -> list[str]:
         tests = rows.tests(setting)
         if not tests:
             continue
-        # Who answers when is the same for all ways, and so are the bytes of all but one.
+        # All ways have the same schedule, and all ways except *residuals* send the same number of bytes.
         budget = {seed: spent(row) for way, done in tests.items() if way != "residuals" for seed, row in done.items()}
         untrained = mean_ci([row["log"][0]["loss"] for row in next(iter(tests.values())).values()]).value
         lines += [
@@ -676,7 +685,7 @@ def tables(rows: Rows, size: Size, command: str) -> list[str]:
 
 
 def draw(rows: Rows, path: Path) -> None:
-    """Losses by answers and by bytes, a row of pictures for each setting; thin lines are single seeds."""
+    """Plot the loss over updates and over bytes, with one row per setting. Thin lines are single seeds."""
     found = {setting: tests for setting in SETTINGS if (tests := rows.tests(setting))}
     figure = new_figure(10, 3.6 * max(1, len(found)))
     for i, (setting, tests) in enumerate(found.items()):
@@ -706,15 +715,15 @@ AXES: Mapping[str, Callable[[Row], float]] = {
 
 
 def main() -> None:
-    """Do what is not done yet, then the tables."""
+    """Run the missing trainings and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("build/data"), help="the folder that has tinyshakespeare/")
+    parser.add_argument("--data", type=Path, default=Path("build/data"), help="the folder of tinyshakespeare/")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS), metavar="SETTING")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
     parser.add_argument("--seeds", type=int, nargs="*", default=list(TEST_SEEDS))
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many; the next goes on")
-    parser.add_argument("--tables", action="store_true", help="run nothing, make the tables of what there is")
-    parser.add_argument("--quick", action="store_true", help="tiny, to see that it works, in build/papers")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this time")
+    parser.add_argument("--tables", action="store_true", help="only write the tables of the finished runs")
+    parser.add_argument("--quick", action="store_true", help="a tiny run in build/papers that tests the script")
     options = parser.parse_args()
     torch.set_num_threads(1)
     size = QUICK if options.quick else FULL

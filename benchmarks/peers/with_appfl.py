@@ -21,7 +21,7 @@ def main():
     scheduler = AsyncScheduler(OmegaConf.create({"num_clients": 3}), aggregator, logging.getLogger("appfl"))
     for i, client in enumerate("abc"):
         aggregator.set_client_sample_size(client, 10 + i)
-    # All begin with the same, which the scheduler hands out when the last has asked.
+    # All clients start from the same model, which the scheduler returns after the last request.
     asked = [scheduler.get_parameters(client_id=client, init_model=True) for client in "abc"]
     models = {client: future.result() for client, future in zip("abc", asked, strict=True)}
     told = []
@@ -35,7 +35,7 @@ def main():
     for client in "abacba":
         models[client] = scheduler.schedule(client, trained(models[client]))
     assert [numbers["staleness"] for numbers in told] == [0, 1, 1, 3, 2, 2]
-    # Who fetches the model anew begins with that.
+    # A client that fetches the model again starts from the current model.
     scheduler.get_parameters(client_id="b", init_model=False)
     scheduler.schedule("b", trained(aggregator.versions.model))
     assert told[-1]["staleness"] == 0

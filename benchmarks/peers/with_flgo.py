@@ -45,7 +45,7 @@ class Net(FModule):
 class Server(recipe["Server"]):
     def initialize(self):
         super().initialize()
-        self.tolerance_for_latency = 20  # after so many units of time a client is lost
+        self.tolerance_for_latency = 20  # A client drops out after this time.
 
 
 class model:

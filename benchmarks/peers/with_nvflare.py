@@ -28,7 +28,7 @@ class Here(FedAvg):
         for i, client in enumerate(targets):
             step = {name: 0.1 * (x * 0 + 1) * (i + 1) for name, x in data.params.items()}
             full = {name: data.params[name] + step[name] for name in step}
-            # Of the three the last sends differences, and the second is broken in the second round.
+            # The third client sends differences, and the second client sends NaNs in the second round.
             params, kind = (step, ParamsType.DIFF) if i == 2 else (full, ParamsType.FULL)
             if i == 1 and self.current_round == 1:
                 params = {name: x * np.nan for name, x in params.items()}
@@ -37,7 +37,7 @@ class Here(FedAvg):
             meta = {"client_name": client, "NUM_STEPS_CURRENT_ROUND": 10 * (i + 1)}
             try:
                 callback(FLModel(params=params, params_type=kind, meta=meta))
-            except ValueError as refusal:  # as its controller does with every error of a callback
+            except ValueError as refusal:  # NVFlare's controller also catches every error of a callback.
                 self.refused.append(str(refusal))
 
     def get_num_standing_tasks(self):

@@ -1,4 +1,4 @@
-"""The average of models as they are held: the mean in float64 rounded once, in the same kind, from where they lie."""
+"""Tests of `average`: the float64 mean rounded once, in the type of the first model, with minimal memory traffic."""
 
 import copy
 import inspect
@@ -25,7 +25,7 @@ shares = st.lists(st.floats(0.01, 100), min_size=33, max_size=33)
 
 
 def layered(seed, i=0, dtype=torch.float32):
-    """A model with what models have: 2-d tensors that do not lie in one piece, halves, scalars, statistics, counters."""
+    """Return a model with non-contiguous, half-precision, complex and empty tensors, statistics and counters."""
     x = draw(seed + i, 64, dtype=dtype)
     return OrderedDict(
         {
@@ -49,7 +49,7 @@ def models_of(seed, k):
 
 
 def mean_of(tensors, weights):
-    """In exact arithmetic, rounded to float64."""
+    """Return the weighted mean in exact arithmetic, rounded to float64."""
     total = sum(map(Fraction, weights))
     columns = zip(*(tensor.double().flatten().tolist() for tensor in tensors), strict=True)
     means = [float(sum(Fraction(w) * Fraction(x) for w, x in zip(weights, xs, strict=True)) / total) for xs in columns]
@@ -69,7 +69,7 @@ def test_the_result_is_the_float64_mean_rounded_once(seed, k, weights):
             continue
         exact = mean_of([model[name] for model in models], weights[:k])
         size = max((model[name].abs().max().item() for model in models), default=0.0) if x.numel() else 0.0
-        # That of sums in float64; then to one of the two neighbours in the dtype, the nearer but for ties.
+        # The sums round in float64. The result then rounds to the nearest number of the dtype.
         slack = 40 * torch.finfo(torch.float64).eps * size
         assert ((x.double() - exact).abs() <= torch.finfo(x.dtype).eps / 2 * exact.abs() + slack + 3.1e-8).all(), name
     parts = [torch.view_as_real(model["modes"]) for model in models]
@@ -123,14 +123,14 @@ def test_the_parameters_of_a_model_without_weight_are_not_read():
     assert torch.equal(found["conv"], models[0]["conv"])
 
 
-def test_the_signature_is_that_of_all_averages():
+def test_average_has_the_common_signature_of_averages():
     expected = "(models, weights=None, *, manifolds=None, out=None, return_info=False, **options)"
     signature = inspect.signature(average)
     bare = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
     assert str(inspect.Signature(bare)) == expected
 
 
-def test_the_info_has_the_weights_and_the_certificates_of_the_means():
+def test_info_contains_the_weights_and_the_certificates_of_the_means():
     models = [{"w": torch.tensor([i]), "v": nn.functional.normalize(torch.tensor([1.0, i]), dim=0)} for i in (0.0, 1.0)]
     mean, info = average(models, [1, 3], manifolds={"v": Sphere(2)}, return_info=True)
     assert mean["w"].item() == 0.75
@@ -202,7 +202,7 @@ def test_out_receives_the_result(seed, where):
 
 
 def curved(seed, i, dtype=torch.float32):
-    """A model of which leaves lie on manifolds, near to others of its seed."""
+    """Return a model with leaves on manifolds. Models of the same seed are near each other."""
     x = nn.functional.normalize(draw(seed, 6, 40) + 0.1 * draw(seed + 1 + i, 6, 40), dim=-1)
     turn = rotation(seed, 4) * torch.tensor([1.0, 1.0, 1.0, torch.linalg.det(rotation(seed, 4))])
     small = 0.1 * draw(seed + 50 + i, 4, 4)
@@ -253,7 +253,7 @@ def test_antipodal_models_raise_and_leave_the_target_unchanged():
 
 
 def test_the_mean_of_a_leaf_is_independent_of_other_leaves():
-    """Not what is large, nor NaN in a flat entry of no weight, nor a leaf of another kind."""
+    """Huge entries, leaves on other manifolds, and NaNs in a model of weight 0 do not change the mean of a leaf."""
     turn = torch.linalg.matrix_exp(torch.tensor([[0.0, -1.0], [1.0, 0.0]]).double())
     one = {"far": torch.tensor([1.0, 1.0]).double(), "turn": torch.eye(2).double(), "low": torch.ones(4, 1).double()}
     two = {"far": torch.tensor([1.0, 3.0]).double(), "turn": turn, "low": torch.ones(4, 1).double()}
@@ -272,13 +272,13 @@ def test_each_model_is_read_once_and_only_the_result_is_allocated(k):
     with counted() as words:
         average(models)
     assert (words.grams, words.combines) == (1, 1)
-    assert words.counts == (k + 1, 1, 1)  # the result is looked at
+    assert words.counts == (k + 1, 1, 1)  # The additional read checks that the result is finite.
     with counted() as words:
         average(models, out=models[0])
-    assert words.counts == (k + 2, 2, 1)  # and copied
+    assert words.counts == (k + 2, 2, 1)  # The result is also copied.
 
 
-def test_spheres_are_read_twice_and_only_the_result_is_allocated():
+def test_models_on_spheres_are_read_twice_and_only_the_result_is_allocated():
     models = [{"a": nn.functional.normalize(1 + 0.1 * draw(i, SIZE, dtype=torch.float32), dim=0)} for i in range(4)]
     with counted() as words:
         average(models, manifolds={"a": Sphere(SIZE)})
@@ -286,7 +286,7 @@ def test_spheres_are_read_twice_and_only_the_result_is_allocated():
     assert words.counts == (9, 1, 1)
 
 
-def test_factors_of_adapters_are_recognised():
+def test_average_of_adapter_factors_warns():
     state = {"q.lora_A.weight": torch.ones(1, 3), "q.lora_B.weight": torch.ones(2, 1)}
     with pytest.warns(UserWarning, match=r"models\[0\]: q.lora_A.weight: .* average_adapters averages their products"):
         average([state, state])

@@ -1,4 +1,4 @@
-"""Ensembles of models drawn from embeddings, and how good their predictions are."""
+"""Tests of ensembles of models that are sampled from embeddings, and of their accuracy and loss."""
 
 import math
 
@@ -16,7 +16,7 @@ from tests.support import draw, seeds
 
 
 class Named(nn.Module):
-    """Takes its input by name; has batch normalisation and dropout."""
+    """A network with a named input, batch normalisation and dropout."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ def test_an_ensemble_of_a_constant_embedding_is_the_single_model(seed, draws):
         )
         for part in (found.combined, *found.members):
             assert part.accuracy == found.single.accuracy
-            # A sum of `draws` equal numbers, divided by `draws`: a rounding or two a step; a simplex weighs φ anew.
+            # The mean of equal numbers rounds at most twice per draw. A simplex also rounds when it combines φ.
             assert part.nll == pytest.approx(found.single.nll, rel=1e-12)
 
 
@@ -85,7 +85,7 @@ def test_the_ensemble_is_the_mean_of_probabilities():
             assert numbers.samples == len(classes)
             assert numbers.accuracy == pytest.approx((given_.argmax(-1) == classes).double().mean().item(), rel=1e-15)
             assert numbers.nll == pytest.approx(nn.functional.nll_loss(given_.log(), classes).item(), rel=1e-12)
-        # Jensen: the mean prediction is no worse than the mean of the members.
+        # By Jensen's inequality, the loss of the mean prediction is at most the mean loss of the members.
         assert found.combined.nll <= sum(member.nll for member in found.members) / 4 + 1e-12
 
 
@@ -138,7 +138,7 @@ def test_batch_norm_statistics_are_those_of_each_model(mapped):
 
 
 class Sum(nn.Module):
-    """Of the two tensors that are its one input, through batch normalisation; counts its calls."""
+    """A network whose input is a pair of tensors. A buffer counts its calls."""
 
     def __init__(self):
         super().__init__()

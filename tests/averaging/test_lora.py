@@ -1,4 +1,4 @@
-"""Averages of adapters against dense matrices and SciPy's SVD, under PEFT's names, in every gauge."""
+"""Tests of `average_adapters` against dense matrices and SciPy's SVD, for equivalent factorisations of adapters."""
 
 import inspect
 
@@ -13,7 +13,7 @@ from manifoldagg import ParameterSpace, aggregate, average_adapters
 from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.federated.rules import FedAsync
 from manifoldagg.manifolds.lora.peft import FactorPair, classify_tensors
-from tests.support import Largest, draw, rotation, seeds
+from tests.support import LargestTensor, draw, rotation, seeds
 
 EPS = 2.0**-52
 A, B = "model.q_proj.lora_A.weight", "model.q_proj.lora_B.weight"
@@ -25,7 +25,7 @@ def adapter(seed, rank, *, m=8, n=10, dtype=torch.float64):
 
 
 def turned(state, seed, condition):
-    """The same adapter in another gauge."""
+    """Return another factorisation of the same adapter."""
     rank = state[A].shape[0]
     values = torch.logspace(0, -1, rank, base=condition, dtype=torch.float64)
     left, right = rotation(seed, rank), rotation(seed + 1, rank)
@@ -53,7 +53,7 @@ def best(z, rank):
 
 
 @given(seeds, ranks, st.integers(1, 6))
-def test_the_result_is_the_best_adapter_of_the_rank(seed, sizes, rank):
+def test_the_result_is_the_best_approximation_of_the_rank(seed, sizes, rank):
     states = [adapter(seed + 2 * i, size) for i, size in enumerate(sizes)]
     weights, scalings = draw(seed, 2, len(states)).abs().add(0.1).tolist()
     mean = exact(states, weights, scalings)
@@ -65,7 +65,7 @@ def test_the_result_is_the_best_adapter_of_the_rank(seed, sizes, rank):
     assert found[B].shape == (8, rank)
     assert (product(found) - near).norm() <= 1e4 * EPS * mean.norm()
     assert abs(error - expected) <= 100 * EPS
-    # Balanced, as far as there is something, and exact with what was left out.
+    # The factors are balanced up to the rank of the mean. With the residual, the product is exact.
     kept = min(rank, sum(sizes), 8)
     assert (found[B].mT @ found[B] - found[A] @ found[A].mT)[:kept, :kept].abs().max() <= 100 * EPS * mean.norm()
     whole = product(found) + (product(rest) if rest else 0)
@@ -80,7 +80,7 @@ def test_the_result_is_the_best_adapter_of_the_rank(seed, sizes, rank):
 
 @given(seeds, st.floats(0, 6).map(lambda e: 10.0**e))
 def test_the_result_is_independent_of_the_factorisation(seed, condition):
-    # Orthonormal factors: what is lost is lost to the gauges.
+    # The factors are orthonormal, so all rounding errors come from the condition of the factorisation.
     states = [adapter(seed + 2 * i, 2) for i in range(3)]
     states = [{A: torch.linalg.qr(x[A].mT).Q.mT, B: torch.linalg.qr(x[B]).Q} for x in states]
     gauged = [turned(x, seed + i, condition) for i, x in enumerate(states)]
@@ -165,19 +165,19 @@ def test_every_kind_of_tensor_is_classified():
     assert found["steps"] == 7
 
 
-def test_the_pairs_are_named_by_their_modules():
+def test_factor_pairs_are_named_by_their_modules():
     parts = classify_tensors(["a.lora_A.weight", "a.lora_B.weight", "lora_A.x.weight", "lora_B.x.weight", "e.lora_embedding_A.x", "e.lora_embedding_B.x", "h.bias"])  # fmt: skip
     assert [pair.module_name for pair in parts.pairs] == ["a", "", "e"]
     assert parts.pairs[2] == FactorPair("e.lora_embedding_A.x", "e.lora_embedding_B.x")
     assert parts.unpaired == ("h.bias",)
 
 
-def test_padding_of_the_rank_is_trainable():
+def test_padding_to_a_larger_rank_is_trainable():
     state = adapter(0, 2)
     found = average_adapters([state], None, 12)
     assert found[A].shape == (12, 10)
     assert (product(found) - product(state)).norm() <= 100 * EPS * product(state).norm()
-    # As where PEFT begins: B is 0 and A is not, so that B has a derivative; and the same each time.
+    # As in PEFT's initialisation, B is 0 and A is not, so the derivative by B is not 0. The padding is deterministic.
     assert not found[B][:, 2:].any()
     assert found[A][2:].abs().amax() <= 10**-0.5
     assert torch.linalg.matrix_rank(found[A]) == 10
@@ -197,14 +197,14 @@ def test_an_initial_adapter_is_accepted():
     assert error <= 100 * EPS
 
 
-def test_the_signature_is_that_of_all_averages():
+def test_average_adapters_has_the_common_signature_of_averages():
     """The arguments that follow the common ones are keyword-only."""
     parameters = inspect.signature(average_adapters).parameters.values()
     bare = inspect.Signature([one.replace(annotation=inspect.Parameter.empty) for one in parameters])
     assert str(bare) == "(adapters, weights=None, rank=None, *, return_info=False, scaling=1.0)"
 
 
-def test_without_a_rank_every_pair_gets_its_largest_rank():
+def test_the_default_rank_of_a_pair_is_its_largest_input_rank():
     q, k = "q.lora_{}.weight", "k.lora_{}.weight"
 
     def state(seed, *ranks):
@@ -333,7 +333,7 @@ def test_freed_memory_is_reported_by_name(name):
 
 def test_no_matrix_of_the_size_of_a_weight_is_allocated():
     states = [adapter(2 * i, 2, m=3000, n=2000, dtype=torch.float32) for i in range(3)]
-    with Largest() as seen:
+    with LargestTensor() as seen:
         average_adapters(states, None, 2, return_info=True)
     assert seen.numel == (3000 + 2000) * 6
 

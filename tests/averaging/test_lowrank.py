@@ -1,4 +1,4 @@
-"""Means on leaves of low rank: those of the matrices, brought back to the rank."""
+"""Tests of means on leaves of low rank: the means of the matrices, truncated to the rank."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_the_mean_is_independent_of_the_factorisation(seed, condition):
     others = torch.stack([turned(SPACE, x, *gauge(seed + i, 2, condition)) for i, x in enumerate(points)])
     one, other = (karcher_mean(SPACE, x).point for x in (points, others))
     size = SPACE.invariant(points).norm(dim=(-2, -1)).max()
-    # A truncation magnifies what is rounded by the gap of the values at the cut.
+    # The truncation amplifies rounding errors by the relative gap of the singular values at the cut.
     values = torch.linalg.svdvals(SPACE.invariant(points).mean(0))
     gap = values[0] / (values[1] - values[2])
     assert (SPACE.invariant(one) - SPACE.invariant(other)).norm() <= 100 * EPS * (1 + condition) * size * (1 + gap)
@@ -73,7 +73,7 @@ def test_a_streaming_average_is_exact_up_to_its_rank(seed, k):
         streaming.update(version, x)
         exact.update(version, x)
     one, other = (SPACE.invariant(MIXED.split(swa.average)["q"]) for swa in (streaming, exact))
-    # Four models of rank 2 have the rank 8 of the state, in which nothing was cut.
+    # Four models of rank 2 fit in the state of rank 8, so nothing is truncated.
     assert relative(one, other) <= 1e-9
     assert streaming.truncated <= 1e-13
     assert relative(MIXED.split(streaming.average)["head"], MIXED.split(points)["head"].mean(0)) <= 1e-14

@@ -1,4 +1,4 @@
-"""Merging of checkpoint files: equal to the average in memory, however the files are divided, in constant memory."""
+"""Tests of merging checkpoint files: equality to the average in memory for any sharding, and constant memory."""
 
 import json
 import math
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:models. expected:UserWarning")
 
 @pytest.fixture(autouse=True, scope="module")
 def _without_syncs():
-    """Syncs to the disk take most of the time of a small merge. They do not change the files."""
+    """Disable syncs to the disk, which take most of the time of a small merge and do not change the files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", lambda file: None)
         yield
@@ -40,7 +40,7 @@ METHODS = ("arithmetic", "karcher", "slerp", "bezier", "radial")
 
 
 def version(seed, i, dtype=torch.float64, spread=0.2):
-    """One of several versions of a model, with several tensors."""
+    """Return one of several versions of a model with several tensors."""
     x = draw(seed, 90, dtype=torch.float64) + spread * draw(seed + 1 + i, 90, dtype=torch.float64)
     return {
         "0.weight": x[:40].view(5, 8).to(dtype),
@@ -81,14 +81,14 @@ def write_shards(folder, state, parts):
 
 
 def merged(folder, models, *args, **options):
-    """Merge and return the state dict."""
+    """Merge models into a file and return its state dict."""
     out = folder / "out.safetensors"
     merge(models, *args, out=out, **options)
     return load_file(out)
 
 
 def same_bits(a, b):
-    """Whether two state dicts are equal to the last bit."""
+    """Return whether two state dicts are bitwise equal."""
     return a.keys() == b.keys() and all(
         a[n].dtype == b[n].dtype and a[n].shape == b[n].shape and torch.equal(a[n].contiguous(), b[n].contiguous())
         for n in a
@@ -106,14 +106,14 @@ def fresh(tmp_path_factory):
 
 @given(seed=seeds, k=counts, weights=shares, dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
 @settings(max_examples=20)
-def test_the_arithmetic_mean_has_the_bits_of_the_average_in_memory(tmp_path_factory, seed, k, weights, dtype):
+def test_the_arithmetic_mean_is_bitwise_equal_to_the_average_in_memory(tmp_path_factory, seed, k, weights, dtype):
     place = fresh(tmp_path_factory)
     states = versions(seed % 1000, k, dtype=dtype)
     assert same_bits(merged(place, write(place, states), weights[:k]), manifoldagg.average(states, weights[:k]))
 
 
 def reference(method, states, weights, t, name):
-    """The mean of one tensor by the methods of the library in memory."""
+    """Compute the mean of one tensor with the methods of the library for models in memory."""
     rows = [state[name].flatten().double() for state in states]
     w = torch.tensor(weights, dtype=torch.float64) / sum(weights)
     if method == "bezier":
@@ -123,7 +123,7 @@ def reference(method, states, weights, t, name):
     sphere = Sphere(len(rows[0]))
     if method == "slerp":
         path = geodesic(sphere, units[0], units[1], t)
-        # Coefficients in the plane of the two directions, applied to the vectors themselves.
+        # The coefficients of the two unit vectors are applied to the original vectors.
         c = torch.linalg.lstsq(torch.stack(units, 1), path[:, None]).solution.flatten()
         return c[0] * rows[0] + c[1] * rows[1]
     if method == "karcher":
@@ -152,7 +152,7 @@ def test_each_method_equals_the_method_in_memory(tmp_path_factory, method, seed,
 
 @given(seed=seeds, k=counts, weights=shares)
 @settings(max_examples=10)
-def test_the_mean_of_a_simplex_is_the_weighted_mean(tmp_path_factory, seed, k, weights):
+def test_the_weighted_mean_equals_the_point_of_a_simplex(tmp_path_factory, seed, k, weights):
     place = fresh(tmp_path_factory)
     states = versions(seed % 1000, k)
     found = merged(place, write(place, states), weights[:k])
@@ -177,7 +177,7 @@ def test_the_order_of_the_models_does_not_matter(tmp_path_factory, method, scope
 
 
 def large(seed, i, dtype=torch.bfloat16):
-    """A model with a tensor of several cells."""
+    """Return a model with a tensor that spans several cells."""
     state = version(seed, i, dtype=dtype)
     generator = torch.Generator().manual_seed(100 * seed + i)
     base = torch.randn(3, 900_001, generator=torch.Generator().manual_seed(seed))
@@ -185,7 +185,7 @@ def large(seed, i, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize(("method", "scope"), [("arithmetic", "tensor"), ("karcher", "tensor"), ("karcher", "model")])
-def test_the_division_into_shards_does_not_change_a_bit(folder, method, scope):
+def test_sharding_does_not_change_the_bits_of_the_result(folder, method, scope):
     states = [large(3, i) for i in range(3)]
     whole = write(folder, states)
     parts = [write_shards(folder / f"model{i}", state, i + 2) for i, state in enumerate(states)]
@@ -200,7 +200,7 @@ def test_the_division_into_shards_does_not_change_a_bit(folder, method, scope):
     assert by_name[0] == by_name[1] == by_name[2]
 
 
-def test_the_size_of_the_read_ahead_and_of_a_batch_does_not_change_a_bit(folder, monkeypatch):
+def test_prefetch_and_batch_sizes_do_not_change_the_bits_of_the_result(folder, monkeypatch):
     paths = write(folder, [large(4, i) for i in range(3)])
     found = []
     for size in (1, 1 << 20, 1 << 40):
@@ -211,7 +211,7 @@ def test_the_size_of_the_read_ahead_and_of_a_batch_does_not_change_a_bit(folder,
     assert found[0] == found[1] == found[2]
 
 
-def test_the_result_has_the_shards_of_the_first_model_and_its_configuration(folder):
+def test_the_result_has_the_shards_and_configuration_of_the_first_model(folder):
     parts = [write_shards(folder / f"model{i}", version(1, i, torch.float16), i + 2) for i in range(2)]
     merge(parts, out=folder / "out")
     assert sorted(path.name for path in (folder / "out").iterdir()) == [
@@ -231,10 +231,10 @@ def test_the_result_has_the_shards_of_the_first_model_and_its_configuration(fold
     assert index["metadata"]["total_size"] == sum(x.numel() * x.itemsize for x in tensors.values())
     states = [version(1, i, torch.float16) for i in range(2)]
     assert same_bits(tensors, manifoldagg.average(states))
-    merge(parts, out=folder / "out", method="karcher")  # the result of a merge can be replaced
+    merge(parts, out=folder / "out", method="karcher")  # A merge may replace the result of an earlier merge.
 
 
-def test_the_size_of_shards_can_be_given(folder):
+def test_shard_size_limits_the_size_of_shards(folder):
     states = versions(1, 2)
     paths = write(folder, states)
     merge(paths, out=folder / "out", shard_size=200)
@@ -248,7 +248,7 @@ def test_the_size_of_shards_can_be_given(folder):
 
 @pytest.mark.parametrize("k", [2, 3])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_weight_of_one_returns_this_model(folder, method, k):
+def test_a_model_with_the_whole_weight_is_returned_unchanged(folder, method, k):
     k = 2 if method == "slerp" else k
     states = versions(5, k)
     options = {"t": 1.0} if method in ("bezier", "slerp") else {"weights": [0] * (k - 1) + [2]}
@@ -257,7 +257,7 @@ def test_a_weight_of_one_returns_this_model(folder, method, k):
         assert torch.equal(found[name], states[-1][name])
 
 
-def test_tensors_of_zeros_have_no_direction(folder):
+def test_zero_tensors_count_only_in_the_mean_of_norms(folder):
     base = draw(3, 6, dtype=torch.float64)
     states = [
         {"w": base, "z": torch.zeros(3)},
@@ -269,7 +269,7 @@ def test_tensors_of_zeros_have_no_direction(folder):
     assert torch.equal(found["z"], torch.zeros(3))
 
 
-def test_opposite_directions_are_reported(folder):
+def test_opposite_directions_are_rejected(folder):
     x = draw(1, 6, dtype=torch.float64)
     paths = write(folder, [{"w": x}, {"w": -x}])
     with pytest.raises(ArgumentError, match=r"^w: models: expected directions closer to one another"):
@@ -294,7 +294,7 @@ def test_one_set_of_coefficients_applies_to_the_whole_model(folder):
     assert info.model.residual < 1e-11
 
 
-def test_the_certificates_state_what_was_written(folder):
+def test_certificates_equal_the_distances_of_the_written_tensors(folder):
     states = [large(8, i) for i in range(3)]
     info = merge(write(folder, states), [3, 2, 1], out=folder / "out.safetensors", method="karcher")
     found = load_file(folder / "out.safetensors")
@@ -330,7 +330,7 @@ def test_the_rounding_error_of_bfloat16_is_at_the_floor(folder):
 
 
 @pytest.mark.filterwarnings("default")
-def test_models_that_are_far_apart_are_reported(folder):
+def test_models_that_are_far_apart_give_warnings(folder):
     independent = [{"w": torch.randn(2000, generator=torch.Generator().manual_seed(i))} for i in range(3)]
     with pytest.warns(UserWarning, match="^models: expected") as caught:
         info = merge(write(folder, independent), out=folder / "out.safetensors")
@@ -344,7 +344,7 @@ def test_models_that_are_far_apart_are_reported(folder):
         assert merge(near, out=folder / "out.safetensors").warnings == ()
 
 
-def test_every_mismatch_is_listed_and_no_tensor_is_read(folder, monkeypatch):
+def test_all_mismatches_are_listed_before_a_tensor_is_read(folder, monkeypatch):
     states = versions(1, 4)
     states[1]["0.bias"] = states[1]["0.bias"][:3]
     states[1]["extra"] = torch.zeros(2)
@@ -364,7 +364,7 @@ def test_every_mismatch_is_listed_and_no_tensor_is_read(folder, monkeypatch):
     assert not (folder / "out.safetensors").exists()
 
 
-def test_integers_follow_the_rules_of_the_average(folder):
+def test_integers_are_merged_like_those_of_average(folder):
     states = versions(2, 3)
     for i, state in enumerate(states):
         state["step"] = torch.tensor(100 + i)
@@ -399,7 +399,7 @@ def test_tensors_on_a_manifold_get_their_karcher_mean(folder):
     assert part.rounding_error < 1e-14
 
 
-def test_copies_of_a_manifold_are_computed_in_ranges(folder, monkeypatch):
+def test_large_powers_of_a_manifold_are_computed_in_chunks(folder, monkeypatch):
     space = SpecialOrthogonal(3)
     base = torch.stack([rotation(seed, 3) for seed in range(7)])
     states = [
@@ -441,8 +441,8 @@ def product(state):
     return state["base_model.model.q.lora_B.weight"].double() @ state["base_model.model.q.lora_A.weight"].double()
 
 
-def test_the_karcher_mean_of_adapters_is_that_of_their_products(folder):
-    """The rank of the sum is within the rank of the factors here, so nothing is truncated."""
+def test_the_karcher_mean_of_adapters_equals_that_of_their_products(folder):
+    """The rank of the sum does not exceed the rank of the factors, so nothing is truncated."""
     states = [adapter(i, 4, torch.float64) for i in range(2)]
     found = merged(folder, write(folder, states), [1, 2], method="karcher")
     xs = [product(state).flatten() for state in states]
@@ -452,7 +452,7 @@ def test_the_karcher_mean_of_adapters_is_that_of_their_products(folder):
     assert torch.allclose(product(found).flatten(), point * (w @ norms), rtol=1e-9, atol=1e-9)
 
 
-def test_adapters_with_another_scaling_are_reported(folder):
+def test_adapters_with_different_scalings_are_rejected(folder):
     for i, alpha in enumerate((16, 32)):
         (folder / f"{i}").mkdir()
         save_file(adapter(i), folder / f"{i}/adapter_model.safetensors")
@@ -464,7 +464,7 @@ def test_adapters_with_another_scaling_are_reported(folder):
     assert names == ["adapter_config.json", "adapter_model.safetensors", "certificate.json"]
 
 
-def test_values_that_are_not_finite_are_named(folder):
+def test_values_that_are_not_finite_are_rejected_by_name(folder):
     states = versions(1, 3)
     states[1]["0.bias"][2] = math.nan
     paths = write(folder, states)
@@ -472,10 +472,10 @@ def test_values_that_are_not_finite_are_named(folder):
         with pytest.raises(StateDictError, match=r"in1\.safetensors: 0\.bias: expected finite values, got NaN"):
             merge(paths, out=folder / "out.safetensors", method=method)
     assert not (folder / "out.safetensors").exists()
-    merge(paths, [1, 0, 1], out=folder / "out.safetensors")  # a model with the weight 0 is not read
+    merge(paths, [1, 0, 1], out=folder / "out.safetensors")  # A model with weight 0 is not read.
 
 
-def test_an_overflow_of_the_dtype_is_reported(folder):
+def test_an_overflow_of_the_dtype_is_rejected(folder):
     states = [{"w": torch.tensor([65000.0, x], dtype=torch.float16)} for x in (0.0, 65000.0)]
     with pytest.raises(StateDictError, match=r"models: w: expected a finite mean, got an overflow"):
         merge(write(folder, states), out=folder / "out.safetensors", method="radial")
@@ -520,7 +520,7 @@ def test_scalars_and_empty_tensors_are_merged(folder):
         ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"12345", "is not complete"),
     ],
 )
-def test_an_invalid_file_is_named(folder, header, data, message):
+def test_an_invalid_file_is_rejected_by_name(folder, header, data, message):
     path = raw_file(folder / "bad.safetensors", header, data)
     with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))}: {message}"):
         merge([path, path], out=folder / "out.safetensors")
@@ -543,7 +543,7 @@ def test_an_invalid_file_is_named(folder, header, data, message):
         ({"shard_size": 10}, r"^shard_size: expected None, because out is a single file"),
     ],
 )
-def test_an_invalid_argument_is_named(folder, monkeypatch, options, message):
+def test_an_invalid_argument_is_rejected_by_name(folder, monkeypatch, options, message):
     monkeypatch.chdir(folder)
     paths = write(folder, versions(1, 3))
     before = sorted(folder.iterdir())
@@ -552,7 +552,7 @@ def test_an_invalid_argument_is_named(folder, monkeypatch, options, message):
     assert sorted(folder.iterdir()) == before
 
 
-def test_invalid_models_are_named(folder):
+def test_invalid_models_are_rejected_by_name(folder):
     (path,) = write(folder, versions(1, 1))
     for models, message in (
         ([path], r"^models: expected a sequence of 2 to 32 models, got 1"),
@@ -583,8 +583,8 @@ def test_average_dispatches_on_paths(folder):
         manifoldagg.average(states, method="karcher")
 
 
-class Seen(list):
-    """The calls of a progress function."""
+class ProgressLog(list):
+    """A progress function that records its calls."""
 
     def __call__(self, done, total):
         self.append((done, total))
@@ -598,7 +598,7 @@ def test_a_plan_states_what_is_read_and_written(folder):
         rest = sum(part.num_bytes(0, part.size) for part in plan.parts if part.size == 1 or not part.has_products)
         assert plan.bytes_read == times * flat + rest
         assert plan.estimate_seconds() > 0
-        seen = Seen()
+        seen = ProgressLog()
         merge(paths, out=folder / "out.safetensors", method=method, progress=seen)
         assert (folder / "out.safetensors").stat().st_size == plan.bytes_written
         assert seen == sorted(seen)
@@ -606,7 +606,7 @@ def test_a_plan_states_what_is_read_and_written(folder):
 
 
 def test_anonymous_memory_stays_small_for_one_huge_tensor(folder):
-    """A sparse file of 256 MiB per model would need 1 GiB in float64. A thread samples the memory."""
+    """Each model is a sparse file of 256 MiB, which would occupy 1 GiB in float64. A thread samples the memory."""
     size = 1 << 27
     header = {"w": {"dtype": "BF16", "shape": [size], "data_offsets": [0, 2 * size]}}
     paths = []

@@ -1,4 +1,4 @@
-"""Restarts of a merge: after a kill at any write, the same call leaves the same files."""
+"""Tests of restarts of a merge: after a kill at any write, the same call produces the same files."""
 
 import errno
 import os
@@ -31,13 +31,13 @@ def save_models(folder, k=3):
 
 @pytest.fixture
 def small_cells(monkeypatch):
-    """Many steps and syncs for small tensors."""
+    """Reduce the sizes of cells and batches, so that small tensors need many steps and syncs."""
     monkeypatch.setattr("manifoldagg.averaging.merge_plan.CELL_SIZE", 1 << 10)
     monkeypatch.setattr(merge_journal, "BATCH_BYTES", 3000)
 
 
 def contents(path):
-    """The bytes of a file, or of each file of a folder, and of the certificate."""
+    """Return the bytes of each file of a folder, or of a file and its certificate."""
     if path.is_dir():
         return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
     certificate = path.with_suffix(".certificate.json")
@@ -45,9 +45,9 @@ def contents(path):
 
 
 def killed_at(budget, call):
-    """Run a call in a child that is killed at its n-th change of a file, and return whether it was killed.
+    """Run a call in a child process that exits at its n-th change of a file. Return whether it exited early.
 
-    The last write writes only a half of its bytes.
+    The last write writes only half of its bytes.
     """
     child = os.fork()
     if child == 0:
@@ -102,9 +102,9 @@ def test_a_merge_that_is_killed_at_any_change_of_a_file_continues(tmp_path, smal
         if not killed_at(budget, lambda: merge(paths, out=place / name, **options)):
             break
         kills += 1
-        if (place / name).exists():  # the result appeared, so it is complete
+        if (place / name).exists():  # A visible result must be complete.
             assert contents(place / name) == expected
-        # The second run is killed as well, at another place.
+        # The second run is killed as well, at another call.
         killed_at(budget // 2 + 3, lambda: merge(paths, out=place / name, **options))
         merge(paths, out=place / name, **options)
         assert contents(place / name) == expected
@@ -153,7 +153,7 @@ def test_another_command_does_not_continue_an_unfinished_merge(tmp_path, small_c
     assert out.read_bytes() == (tmp_path / "other.safetensors").read_bytes()
 
 
-def test_changed_inputs_are_not_mixed(tmp_path, small_cells):
+def test_changed_inputs_are_rejected_after_a_restart_and_during_a_merge(tmp_path, small_cells):
     paths = save_models(tmp_path)
     out = tmp_path / "out.safetensors"
     interrupt(paths, out)
@@ -220,7 +220,7 @@ def test_a_full_disk_leaves_an_unfinished_merge_that_continues(tmp_path, small_c
     assert load_file(out)["a"].shape == (700, 5)
 
 
-def test_without_hard_links_the_files_are_moved(tmp_path, monkeypatch):
+def test_files_are_moved_if_hard_links_are_not_supported(tmp_path, monkeypatch):
     paths = save_models(tmp_path)
     merge(paths, out=tmp_path / "expected.safetensors")
 

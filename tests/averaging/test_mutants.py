@@ -1,4 +1,4 @@
-"""Deliberate bugs in the merging of checkpoint files: comparisons with the mean in memory must catch each."""
+"""Mutation tests of merging checkpoint files: comparisons with the mean in memory must detect each deliberate bug."""
 
 import json
 import math
@@ -35,7 +35,7 @@ SOLVE = MeanMethod.solve
 
 @pytest.fixture(autouse=True, scope="module")
 def _without_syncs():
-    """Syncs to the disk take most of the time of a small merge. They do not change the files."""
+    """Disable syncs to the disk, which take most of the time of a small merge and do not change the files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", lambda file: None)
         yield
@@ -277,7 +277,7 @@ def test_the_library_satisfies_all_laws(law):
 
 
 @pytest.mark.parametrize(("places", "right"), RIGHT, ids=[places[0][1] for places, _ in RIGHT])
-def test_the_mutant_factories_also_make_correct_functions(places, right, monkeypatch):
+def test_mutant_factories_without_a_bug_satisfy_all_laws(places, right, monkeypatch):
     replaced(monkeypatch, places, right)
     assert all(law() for law in LAWS)
 

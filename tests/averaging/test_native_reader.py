@@ -1,4 +1,4 @@
-"""`average` and `average_adapters` return the same values and errors with and without the native reader."""
+"""Tests that `average` and `average_adapters` return equal values and errors with and without the native reader."""
 
 from collections import OrderedDict
 
@@ -14,11 +14,11 @@ from tests.kernels.backends.test_tensor_reader import CASES, in_python, outcome,
 from tests.support import draw
 
 LYING = "subclass that overrides"
-"""It reports a length that it does not have, so the kernels would read memory that is not there."""
+"""The name of a case that reports a false length, so the kernels would read outside of its memory."""
 
 
 def values(state):
-    """A state dict in comparable types."""
+    """Convert a state dict to types that support `==`."""
     return type(state), [(key, x.dtype, x.shape, x.double().tolist()) for key, x in state.items()]
 
 
@@ -146,7 +146,7 @@ def test_an_adapter_that_is_not_finite_is_named(place, value):
 
 
 def test_large_finite_adapters_are_averaged():
-    """Their squares overflow in float64, and they do not."""
+    """The values are finite, but their squares overflow float64."""
     adapters = [{"q.lora_A.weight": draw(i, 1, 3), "q.lora_B.weight": draw(i, 2, 1)} for i in range(2)]
     for state in adapters:
         state["head"] = torch.tensor([1e200, 1e200], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Subspaces fitted to the models of a run: what was planted is found, and nothing nearer lies beside what is found."""
+"""Tests of subspaces that are fitted to the models of a run: exact recovery and local optimality."""
 
 import math
 
@@ -20,14 +20,14 @@ SPACE = Flat(P)
 
 
 def ordered(seed, n):
-    """Parameters in order, from 0 to 1."""
+    """Return sorted random parameters from 0 to 1."""
     t = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).sort().values
     t[0], t[-1] = 0, 1
     return t
 
 
-def gap(found, planted):
-    """How far each planted point is from the nearest that was found."""
+def recovery_error(found, planted):
+    """Return the largest distance of a planted point to the nearest found point."""
     return torch.cdist(planted.flatten(1), found.flatten(1)).amin(1).max().item()
 
 
@@ -39,9 +39,9 @@ def test_points_on_a_curve_recover_the_curve(seed, degree, power):
     points = curve(phi, ordered(seed, 20))
     found = fit_subspace(points, curve, power=power)
     assert found.converged
-    # Mean distances end at 1e-13 of the points' size; the ends are those of the points.
+    # The fit stops at a mean distance of about 1e-13 of the size of the points.
     assert found.residuals.mean() <= 1e-12 * points.norm(dim=1).max()
-    assert min(gap(found.phi, phi), gap(found.phi.flip(0), phi)) <= 1e-9 * phi.norm()
+    assert min(recovery_error(found.phi, phi), recovery_error(found.phi.flip(0), phi)) <= 1e-9 * phi.norm()
     assert torch.allclose(curve(found.phi, found.coordinates), points, atol=1e-10 * phi.norm())
 
 
@@ -54,7 +54,7 @@ def test_points_of_a_simplex_recover_the_simplex(seed, vertices):
     points = simplex(phi, torch.cat([inside, torch.eye(vertices, dtype=torch.float64)]))
     found = fit_subspace(points, simplex)
     assert found.converged
-    assert gap(found.phi, phi) <= 1e-12 * phi.norm()
+    assert recovery_error(found.phi, phi) <= 1e-12 * phi.norm()
     assert found.residuals.max() <= 1e-12 * phi.norm()
     assert torch.allclose(simplex(found.phi, found.coordinates), points, atol=1e-12 * phi.norm())
 
@@ -66,7 +66,7 @@ def test_a_simplex_without_data_at_its_vertices_contains_all_points():
     found = fit_subspace(points, simplex)
     assert found.converged
     assert found.residuals.mean() <= 1e-12 * phi.norm()
-    # Every facet is touched, so that no smaller homothetic simplex holds them.
+    # A point lies on each facet, so no smaller homothetic simplex contains all points.
     assert (found.coordinates.amin(0).abs() <= 1e-12).all()
 
 
@@ -96,7 +96,7 @@ def test_points_of_a_tunnel_recover_the_tunnel(form):
     ids=["line", "curve", "point", "triangle", "tunnel"],
 )
 def test_the_fit_is_a_local_minimum(embedding, power):
-    """A millionth is what the descent leaves at its tolerance; a slope of a thousandth of the sum would show."""
+    """Perturbations may decrease the sum by a relative 1e-6, the tolerance of the descent."""
     points = Bezier(SPACE, 2)(draw(0, 3, P, scale=3.0), ordered(1, 14)) + draw(2, 14, P, scale=0.3)
     found = fit_subspace(points, embedding, power=power, tolerance=1e-8)
     assert found.converged
@@ -112,7 +112,7 @@ def test_the_fit_is_a_local_minimum(embedding, power):
             assert value(found.phi + h * step / step.norm()) >= here * (1 - 1e-6)
 
 
-def test_a_point_by_squares_is_the_mean_and_by_distances_the_geometric_median():
+def test_a_fitted_point_is_the_mean_for_power_2_and_the_geometric_median_for_power_1():
     points = draw(0, 9, P)
     points[-1] += 100
     point = Simplex(SPACE, 1)
@@ -154,7 +154,7 @@ def test_face_enumeration_equals_the_search_from_face_to_face(seed, size, k):
 
 
 def test_the_gradient_of_the_normal_equations_equals_that_of_the_sum():
-    """Half the derivative of the sum of squares, with places that follow: by central differences."""
+    """The gradient is half the derivative of the sum of squares with optimal coordinates, by central differences."""
     points, h = draw(0, 9, 5), 1e-5
     for embedding in (
         Bezier(Flat(5), 2), Simplex(Flat(5), 3), Tunnel(Bezier(Flat(5), 2), 0.05), Tunnel(Bezier(Flat(5), 2), 0.05, "subspace"),
@@ -202,7 +202,7 @@ def test_the_fit_on_a_curved_space_is_a_local_minimum():
     for seed in range(10):
         step = space.random_tangent(found.phi, torch.Generator().manual_seed(seed))
         moved = space.exp(found.phi, 1e-2 * step / step.norm())
-        # What the descent leaves is its tolerance, a millionth, in ten iterations.
+        # The descent stops at a relative decrease of 1e-6 and may need ten more iterations.
         assert curve.nearest(moved, points)[1].square().sum().item() >= least * (1 - 1e-4)
 
 
@@ -246,11 +246,11 @@ def test_models_equal_up_to_rounding_collapse_the_subspace(space, seed):
 def test_a_fit_scales_with_its_points(embedding, size):
     points = draw(0, 6, P)
     found, scaled = (fit_subspace(part * points, embedding, max_steps=5) for part in (1.0, size))
-    # Five steps of roundings, which the descent does not magnify by more than 1e6.
+    # The descent amplifies the rounding errors of five steps by at most 1e6.
     assert torch.allclose(scaled.residuals / size, found.residuals, rtol=1e-9)
 
 
-def test_points_without_entries_are_equal():
+def test_empty_points_are_accepted():
     found = fit_subspace(torch.zeros(5, 0), Bezier(Flat(0), 1))
     assert (found.phi.shape, found.value, found.converged) == ((2, 0), 0.0, True)
 
@@ -270,7 +270,7 @@ def test_a_given_start_is_used_and_float32_models_give_float32_subspaces():
     found = fit_subspace(points, curve, start=phi.float())
     assert found.phi.dtype == torch.float32
     assert found.residuals.max() <= 1e-5
-    assert gap(found.phi.double(), phi) <= 1e-4
+    assert recovery_error(found.phi.double(), phi) <= 1e-4
     listed = fit_subspace(list(points), curve, start=phi.float())
     assert torch.equal(listed.phi, found.phi)
 
@@ -308,7 +308,7 @@ def test_a_subspace_is_plotted(embedding, tmp_path):
     found.plot().figure.savefig(tmp_path / "subspace.png")
     height, width, _ = matplotlib.image.imread(tmp_path / "subspace.png").shape
     assert width > height > 500
-    # Distances in the plane are no longer than those on a flat space; the two longest axes see most of them.
+    # A projection to the plane does not increase distances in a flat space.
     assert torch.allclose(found.view(points), found.projected_points, atol=1e-9)
     if space.flat:
         apart = torch.cdist(points, points)

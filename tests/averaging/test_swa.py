@@ -1,4 +1,4 @@
-"""Averages of a run: bit for bit torch's, by the conventions of the papers, and with certificates."""
+"""Tests of averages of a run: bitwise equality to torch, the conventions of the papers, and certificates."""
 
 import copy
 import itertools
@@ -31,7 +31,7 @@ from manifoldagg.manifolds import (
     distance,
 )
 from manifoldagg.manifolds import SymmetricPositiveDefinite as Positive
-from tests.support import draw, seeds, stopped
+from tests.support import draw, raises_under_trace, seeds
 
 LINEAR = nn.Linear(2, 1)
 NAMED = ParameterSpace.of(LINEAR)
@@ -40,7 +40,7 @@ counts = st.integers(1, 12)
 
 
 def numbered(n):
-    """Models that are their own version, 1 to n."""
+    """Return the models 1 to n, where each model equals its version."""
     return [(v, torch.tensor([float(v)], dtype=torch.float64)) for v in range(1, n + 1)]
 
 
@@ -51,7 +51,7 @@ def updated(swa, models):
 
 
 def around(space, seed, n, size):
-    """n points at distances of about `size` from one."""
+    """Return n points at distances of at most `size` from a random point."""
     generator = torch.Generator().manual_seed(seed)
     x = space.random_point(generator=generator, dtype=torch.float64)
     x = space.exp(torch.zeros_like(x), 0.3 * x / x.norm()) if isinstance(space, PoincareBall) else x
@@ -77,7 +77,7 @@ def test_flat_streaming_needs_memory_for_two_models():
     for version in range(1, 50):
         swa.update(version, draw(version, 1000))
         held = [x for x in [*vars(swa).values(), *vars(swa._state).values()] if isinstance(x, torch.Tensor)]
-        # The shape, dtype and device of the models are those of an expanded number.
+        # An expanded scalar stores the shape, dtype and device of the models.
         assert sum(x.untyped_storage().nbytes() for x in held) <= 8 * 2001
         assert swa.versions == ()
         memory.add(swa._state.mean.data_ptr())
@@ -85,7 +85,7 @@ def test_flat_streaming_needs_memory_for_two_models():
     assert swa.count == 49
 
 
-def test_flat_streaming_works_through_the_kernels(monkeypatch):
+def test_flat_streaming_uses_the_kernels_in_chunks(monkeypatch):
     calls, real = [], manifoldagg.averaging.swa.combine
 
     def counted(*args, **options):
@@ -96,7 +96,7 @@ def test_flat_streaming_works_through_the_kernels(monkeypatch):
     size = (1 << 17) + 5
     updated(SWA(Flat(size)), [(1, draw(1, size)), (2, draw(2, size))])
     assert sum(calls) == 2 * size
-    assert max(calls) <= 1 << 16  # No scratch of the size of a model.
+    assert max(calls) <= 1 << 16  # No temporary has the size of a model.
 
 
 @given(seeds, st.integers(2, 12))
@@ -105,7 +105,7 @@ def test_float32_models_are_averaged_in_float64(seed, n):
     swa = updated(SWA(Flat(50)), enumerate(models))
     exact = torch.stack(models).double().mean(0)
     assert swa.average.dtype == torch.float32
-    # One rounding to float32, beside which those in float64 are nothing.
+    # The rounding to float32 dominates those in float64.
     assert ((swa.average.double() - exact).abs() <= exact.abs() * 2.0**-24 + n * 2.0**-50).all()
 
 
@@ -116,13 +116,13 @@ def test_float32_models_are_averaged_in_float64(seed, n):
         ({"start": 5}, range(5, 13)),
         ({"start": 5, "cycle": 3}, [6, 9, 12]),
         ({"cycle": 5}, [5, 10]),
-        # Report, Algorithm 1: at τ = 6, 9 the models of τ + 1 are averaged (that of τ = 12 is not there yet).
+        # Algorithm 1 of the report averages the models τ + 1 at τ = 6 and 9. Model 13 does not exist yet.
         ({"start": 5, "cycle": 3, "offset": 1}, [7, 10]),
         ({"start": 0, "cycle": 4, "offset": 1}, [1, 5, 9]),
     ],
 )
 @pytest.mark.parametrize("kind", ["streaming", "exact"])
-def test_selected_versions(options, versions, kind):
+def test_start_cycle_and_offset_select_the_averaged_versions(options, versions, kind):
     swa = updated(SWA(Flat(1), kind=kind, **options), numbered(12))
     assert swa.count == len(versions)
     assert swa.average.item() == pytest.approx(sum(versions) / len(versions), rel=1e-15)
@@ -130,8 +130,8 @@ def test_selected_versions(options, versions, kind):
         assert list(swa.versions) == list(versions)
 
 
-def test_algorithm_1_of_the_report_on_a_small_example():
-    """Its loop as printed, the average of nothing being the last model."""
+def test_swa_equals_algorithm_1_of_the_report():
+    """The reference is the loop of the report as printed."""
     total, start, cycle = 20, 8, 3
     models = dict(numbered(total))
     n, mean = 0, None
@@ -167,16 +167,16 @@ def test_a_periodic_reset_restarts_the_count(kind):
         point = swa.reset_point(version)
         if point is not None:
             written[version], model = point.item(), point
-    # 2, 4, 6 average to 4; then 4 + 2, 4 + 4, 4 + 6 to 8; then 8 + 2 at version 14.
+    # The models 2, 4 and 6 have mean 4. Then 4 + 2, 4 + 4 and 4 + 6 have mean 8. Version 14 is 8 + 2.
     assert written == pytest.approx({6: 4.0, 12: 8.0}, rel=1e-15)
     assert (swa.count, swa.average.item()) == (1, pytest.approx(10.0, rel=1e-15))
 
 
 @pytest.mark.parametrize("kind", ["streaming", "exact"])
-def test_after_a_reset_the_average_stays_until_the_next_selected_version(kind):
+def test_the_average_is_unchanged_after_a_reset_until_the_next_selected_version(kind):
     swa = updated(SWA(Flat(1), cycle=2, kind=kind, periodic=4), numbered(4))
     assert swa.reset_point(4).item() == 3
-    assert swa.reset_point(4) is None  # Once for a version.
+    assert swa.reset_point(4) is None  # Each version has at most one reset.
     assert (swa.count, swa.average.item()) == (0, 3.0)
     swa.update(5, torch.tensor([9.0], dtype=torch.float64))
     assert swa.average.item() == 3
@@ -184,25 +184,26 @@ def test_after_a_reset_the_average_stays_until_the_next_selected_version(kind):
     assert (swa.count, swa.average.item()) == (1, 9.0)
 
 
-def test_a_periodic_reset_with_an_offset():
+def test_reset_points_follow_the_offset():
     swa, points = SWA(Flat(1), cycle=2, offset=1, periodic=4), {}
     assert (swa.has_reset_points, SWA(Flat(1)).has_reset_points) == (True, False)
     for version, model in numbered(9):
         swa.update(version, model)
         points[version] = swa.reset_point(version)
-    # τ = 4 and 8 are versions 5 and 9, after the averages of versions 1, 3, 5 and of 7, 9; τ = 0 is no cycle's end.
+    # τ = 4 and 8 are the versions 5 and 9. The averages are those of versions 1, 3, 5 and of versions 7, 9.
+    # No cycle ends at τ = 0.
     assert {v: p.item() for v, p in points.items() if p is not None} == {5: 3.0, 9: 8.0}
 
 
 @pytest.mark.parametrize("space", [Sphere(4), Positive(3), PoincareBall(3)], ids=str)
-def test_curved_means_are_certified(space):
+def test_certificates_of_curved_means_are_correct(space):
     models = around(space, 1, 9, 0.5)
     swa = updated(SWA(space, kind="exact"), enumerate(models))
     assert swa.mean.converged
     assert swa.mean.residual <= 1e-12 * models.abs().max().clamp(min=1)
     middle = swa.mean.point.expand_as(models)
     logs = space.log(middle, models).mean(0)
-    # The residual that is stated is the residual: both are below what ten roundings leave.
+    # The stated and the recomputed residual are both below the error of ten roundings.
     assert space.inner(swa.mean.point, logs, logs).sqrt() <= 2e-12 * models.abs().max().clamp(min=1)
     assert torch.equal(swa.average, swa.mean.point)
     assert torch.equal(swa.average, karcher(space, models).point)
@@ -226,7 +227,7 @@ def test_a_flat_karcher_mean_is_the_weighted_mean(seed, k):
     models, weights = draw(seed, k, 300), draw(seed + 1, k).abs() + 0.01
     mean = karcher(Flat(300), models, weights)
     exact = (weights[:, None] * models).sum(0) / weights.sum()
-    # k products and sums of each entry, rounded once each.
+    # Each entry has k products and sums, and each operation rounds once.
     assert ((mean.point - exact).abs() <= 4 * k * 2.0**-53 * models.abs().amax(0)).all()
     assert mean.converged
     residual = ((models - mean.point) * (weights / weights.sum())[:, None]).sum(0).norm()
@@ -254,7 +255,7 @@ def test_the_tolerance_of_a_leaf_is_independent_of_other_leaves():
     torch.testing.assert_close(half @ half, turn)
 
 
-def test_a_karcher_mean_of_one_heavy_model_is_that_model():
+def test_the_karcher_mean_with_one_positive_weight_is_that_model():
     space = Sphere(5)
     models = around(space, 0, 3, 0.7)
     assert distance(space, karcher(space, models, [0.0, 1.0, 0.0]).point, models[1]) <= 1e-15
@@ -274,7 +275,7 @@ def test_batch_norm_statistics_are_recomputed_for_the_average():
 @pytest.mark.parametrize("in_file", [False, True])
 @pytest.mark.parametrize("kind", ["streaming", "exact"])
 @pytest.mark.parametrize("space", [Flat(4), Sphere(4)], ids=str)
-def test_a_loaded_state_continues_bit_for_bit(space, kind, in_file, tmp_path):
+def test_a_run_from_a_loaded_state_is_bitwise_equal(space, kind, in_file, tmp_path):
     models = list(enumerate(around(space, 2, 9, 0.5).float(), start=1))
     options = {"cycle": 2, "kind": kind, "periodic": 4}
     whole, first = SWA(space, **options), SWA(space, **options)
@@ -289,7 +290,7 @@ def test_a_loaded_state_continues_bit_for_bit(space, kind, in_file, tmp_path):
     if in_file:
         first.save(tmp_path / "average")
     second.load(tmp_path / "average" if in_file else copy.deepcopy(state))
-    updated(first, [(6, models[5][1])])  # The state is a copy.
+    updated(first, [(6, models[5][1])])  # Later updates do not change the state, because it is a copy.
     for version, model in models[5:]:
         second.update(version, model)
         second.reset_point(version)
@@ -356,7 +357,7 @@ def test_a_long_streaming_average_stays_on_its_space():
     space = SpecialOrthogonal(3)
     swa = updated(SWA(space), enumerate(around(space, 0, 60, 0.5)))
     mean = swa.state()["mean"]
-    assert (mean.mT @ mean - torch.eye(3)).abs().max() <= 1e-15  # The roundings of 60 steps do not add up.
+    assert (mean.mT @ mean - torch.eye(3)).abs().max() <= 1e-15  # Rounding errors do not accumulate over 60 steps.
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -370,7 +371,7 @@ def test_a_long_streaming_average_stays_on_its_space():
         *(("exact", changes) for changes in ({"last": 1}, {"mean": ONE})),
     ],
 )
-def test_a_state_that_does_not_fit_changes_nothing(kind, changes):
+def test_an_invalid_state_is_rejected_and_changes_nothing(kind, changes):
     state = updated(SWA(Flat(3), kind=kind), [(1, ONE), (2, 3 * ONE)]).state()
     swa = updated(SWA(Flat(3), kind=kind), [(7, 5 * ONE)])
     with pytest.raises(ArgumentError):
@@ -473,7 +474,7 @@ class Interrupt(BaseException):
 
 
 def interrupted(call, at):
-    """Whether `call` came to a step, the `at`-th function that the package calls or leaves, and was interrupted there."""
+    """Interrupt `call` at the `at`-th call or return of a function of the package. Return whether it got that far."""
     left = [at]
 
     def trace(frame, event, arg):
@@ -485,7 +486,7 @@ def interrupted(call, at):
                 raise Interrupt
         return trace
 
-    return stopped(call, trace, Interrupt)
+    return raises_under_trace(call, trace, Interrupt)
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -509,15 +510,15 @@ def test_an_interrupted_update_is_atomic(space, kind):
         if not interrupted(update, at):
             break
         assert torch.equal(swa.average, after if swa.count == 4 else before)
-        update()  # It is told again.
+        update()  # Repeat the interrupted update.
         assert torch.equal(swa.average, after)
-        update()  # What was told already changes nothing.
+        update()  # A repeated update changes nothing.
         assert torch.equal(updated(swa, models[4:]).average, last)
     assert at > 10
 
 
 def test_a_read_during_an_update_returns_the_previous_average(monkeypatch):
-    """As a handler of a signal reads it, in the same thread."""
+    """A signal handler can read the average in the same thread."""
     models = [(i, draw(i, 150_000)) for i in range(1, 5)]
     swa = updated(SWA(Flat(150_000)), models[:3])
     before, during, real = swa.average, [], manifoldagg.averaging.swa.combine
@@ -542,7 +543,7 @@ def test_repeating_the_latest_version_changes_nothing():
 
 
 def test_reads_do_not_block():
-    """A signal handler that waits for a lock of the thread that it interrupts would wait for ever."""
+    """A signal handler would deadlock if it waited for a lock that the interrupted thread holds."""
     swa = SWA(Flat(2))
     swa.update(1, torch.ones(2))
     held, done, read = threading.Event(), threading.Event(), []

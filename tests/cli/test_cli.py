@@ -1,4 +1,4 @@
-"""The command line, as a user runs it."""
+"""Tests of the command `manifoldagg compare` in a process of its own, as a user runs it."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_a_comparison_prints_a_table_and_writes_a_report(tmp_path):
     assert [(tmp_path / "runs" / "again" / file).read_bytes() for file in ("results.json", "log.jsonl")] == first
 
 
-def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
+def test_json_option_prints_one_object_on_stdout(tmp_path):
     like = (
         "--delays",
         "uniform:low=1,high=3",
@@ -76,7 +76,7 @@ def test_one_json_object_is_all_there_is_on_stdout(tmp_path):
     assert "seconds" not in json.dumps(found["methods"])
     searched = found["settings"]["tuning"]["methods"]["FedGS"]
     tried = ", ".join(f"{one['rate']:g}" for one in searched["tried"])
-    # The search starts at the default rate of 2.5 that is scaled to five clients in flight.
+    # The search starts at the default rate of 2.5, scaled to five clients in flight.
     assert searched["start"] == 1.12
     assert "0.56, 1.12, 2.24" in tried
     assert "FedGS: default rate 2.5 scaled to 1.12" in done.stderr
@@ -101,7 +101,7 @@ class Shrink(Correction):
 """
 
 
-def test_a_correction_of_a_user_runs_and_default_rates_are_scaled(tmp_path):
+def test_a_user_correction_runs_with_a_scaled_default_rate(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     names = "asynccorrected:correction=mine:Shrink,correction.strength=2"
     done = call("compare", *SMALL, "--methods", names, "--name", "one", folder=tmp_path)
@@ -112,7 +112,7 @@ def test_a_correction_of_a_user_runs_and_default_rates_are_scaled(tmp_path):
     (tmp_path / "file.toml").write_text(table)
     again = call("compare", "--config", "file.toml", "--resume", folder=tmp_path)
     assert (again.returncode, again.stderr) == (0, "")
-    assert "is finished" in again.stdout  # settings with the scaled rate are those of the report
+    assert "is finished" in again.stdout  # The settings in the report contain the scaled rate.
     like = ("--name", "two", "--jobs", "2", "--rate", "1.34", "--json")
     two = call("compare", *SMALL, "--methods", names, *like, folder=tmp_path)
     assert two.returncode == 0
@@ -122,7 +122,7 @@ def test_a_correction_of_a_user_runs_and_default_rates_are_scaled(tmp_path):
     assert json.loads(first)["settings"]["methods"][name]["rule"].count("Shrink(strength=2)") == 1
 
 
-def test_a_rate_above_the_stability_limit_is_one_line_on_stderr(tmp_path):
+def test_a_rate_above_the_stability_limit_prints_one_warning_on_stderr(tmp_path):
     done = call("compare", *SMALL, "--methods", "fedortho:rate=9,fedasync", "--name", "one", folder=tmp_path)
     assert done.returncode == 0
     (line,) = done.stderr.splitlines()
@@ -197,7 +197,7 @@ WRONG = [
     (["--updates", "many"], "--updates"),
     (["--colour", "red"], "--colour"),
 ]
-ALL_OF_THEM = """
+RUN_ALL = """
 import contextlib, io, json, sys
 from manifoldagg.__main__ import main
 
@@ -217,9 +217,9 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What the command says to each wrong word, and what it leaves; one process for all, as each loads torch first."""
+    """The exit code and the error message for each invalid command line. One process runs all, to import torch once."""
     folder = tmp_path_factory.mktemp("wrong")
-    command = [sys.executable, "-W", "error", "-c", ALL_OF_THEM]
+    command = [sys.executable, "-W", "error", "-c", RUN_ALL]
     given = json.dumps([arguments for arguments, _ in WRONG])
     done = subprocess.run(command, cwd=folder, env=WIDE, input=given, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
@@ -228,7 +228,7 @@ def told(tmp_path_factory):
 
 
 @pytest.mark.parametrize("place", range(len(WRONG)), ids=lambda place: " ".join(WRONG[place][0]))
-def test_what_is_wrong_is_one_line_and_exit_code_2(place, told):
+def test_invalid_arguments_print_one_line_and_exit_with_code_2(place, told):
     code, errors = told[place]
     assert code == 2
     assert errors.count("\n") == 1
@@ -236,7 +236,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(place, told):
     assert WRONG[place][1] in errors
 
 
-def test_a_missing_package_is_one_line_with_its_extra(tmp_path):
+def test_a_missing_package_prints_one_line_with_the_extra_to_install(tmp_path):
     code = "import sys; sys.modules['pandas'] = None; from manifoldagg.__main__ import main; sys.argv[1:] = ['report', 'x']; main()"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=WIDE, capture_output=True, text=True, timeout=60
@@ -251,27 +251,27 @@ LONG = [
 ]
 
 
-def heard():
-    """In a command that is started: an interrupt is not ignored, as by what is run in the background."""
+def enable_sigint():
+    """Restore the handling of SIGINT in the child process, because background processes ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def stopped(folder, command, number, lines):
-    """What is said by a command that gets a signal once its log has so many lines."""
+    """Send a signal to a command once its log has this many lines. Return the exit code and stderr."""
     running = subprocess.Popen(
         [*COMMAND, *command], cwd=folder, env=WIDE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, preexec_fn=heard,
+        start_new_session=True, preexec_fn=enable_sigint,
     )  # fmt: skip
     log = folder / "runs" / "one.unfinished" / "log.jsonl"
     while running.poll() is None and (not log.exists() or log.read_text().count("\n") < lines):
         time.sleep(0.02)
-    os.killpg(running.pid, number)  # as a terminal does: workers hear it too
+    os.killpg(running.pid, number)  # A terminal also sends the signal to the workers.
     _, errors = running.communicate(timeout=60)
     assert [path.name for path in (folder / "runs").iterdir()] == ["one.unfinished"]
     return running.returncode, errors
 
 
-def test_what_is_interrupted_and_killed_goes_on_to_the_same_report(tmp_path):
+def test_resume_after_interrupt_and_kill_writes_the_same_report(tmp_path):
     for name in ("whole", "again"):
         (tmp_path / name).mkdir()
     assert call(*LONG, folder=tmp_path / "whole").returncode == 0
@@ -292,7 +292,7 @@ def test_what_is_interrupted_and_killed_goes_on_to_the_same_report(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_what_ends_a_process_in_a_finaliser_is_not_lost(number, code):
+def test_a_signal_during_a_finaliser_ends_the_process(number, code):
     class Ends:
         def __del__(self):
             os.kill(os.getpid(), number)
@@ -320,7 +320,7 @@ def press(event, arguments):
     if event == "import" and arguments[0] == {name!r} and "manifoldagg" in sys.modules:
         os.kill(os.getpid(), 2)
 
-_signal.signal(2, _signal.default_int_handler)  # pytest itself may run where Ctrl-C is ignored
+_signal.signal(2, _signal.default_int_handler)  # pytest may run in a process that ignores SIGINT
 sys.addaudithook(press)
 sys.argv = ["manifoldagg", "compare", "--updates", "100000"]
 """
@@ -345,7 +345,7 @@ AS_A_MODULE = "import runpy; runpy.run_module('manifoldagg', run_name='__main__'
         ("matplotlib", AS_A_MODULE),
     ],
 )
-def test_ctrl_c_while_it_starts_is_said_in_a_line(name, started, tmp_path):
+def test_ctrl_c_during_import_prints_one_line(name, started, tmp_path):
     code = INTERRUPTED.format(name=name) + started
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -356,7 +356,7 @@ def test_ctrl_c_while_it_starts_is_said_in_a_line(name, started, tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [(["--help"], "compare"), (["compare", "--help"], "--availability")])
-def test_help_reads_like_documentation(arguments, words, tmp_path):
+def test_help_and_version_are_printed(arguments, words, tmp_path):
     done = call(*arguments, folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert words in done.stdout

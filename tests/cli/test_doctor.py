@@ -1,4 +1,4 @@
-"""The command `manifoldagg doctor`: what works on this machine."""
+"""Tests of the command `manifoldagg doctor`, which reports what works on this machine."""
 
 import pytest
 

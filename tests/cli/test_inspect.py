@@ -1,4 +1,4 @@
-"""The command `manifoldagg inspect`: what a checkpoint or a journal contains, and which record is corrupted."""
+"""Tests of the command `manifoldagg inspect`, which summarises checkpoints and journals and names corrupted records."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def call(*arguments):
 
 
 def worked(folder, **options):
-    """A server with three accepted updates of staleness 0, 0 and 2, a final rejection and a dropped ticket."""
+    """Return a server with three accepted updates of staleness 0, 0 and 2, a final rejection and a dropped ticket."""
     limits = UpdateLimits(max_norm=100.0, max_staleness=2)
     durability = Durability(journal=folder / "j", **options)
     server = Server(Flat(2), FedAsync(0.5), torch.zeros(2), limits=limits, durability=durability)
@@ -41,7 +41,7 @@ def worked(folder, **options):
 
 
 def read(path):
-    """The summary of a path, and its records."""
+    """Return the summary of a path and its records."""
     summary = inspect.Summary(path)
     return summary, [*inspect.read(path, summary)]
 
@@ -51,7 +51,7 @@ def files(folder):
 
 
 @pytest.mark.parametrize("what", ["j", "j.0.journal"])
-def test_a_journal_of_a_running_server_is_summarised_and_not_touched(tmp_path, what):
+def test_a_journal_of_a_running_server_is_summarised_and_not_modified(tmp_path, what):
     server = worked(tmp_path)
     before = files(tmp_path)
     done = call(tmp_path / what)
@@ -86,7 +86,7 @@ def test_a_checkpoint_is_summarised(tmp_path):
     assert (summary.version, summary.num_updates) == (server.version, server.updates)
     assert [row["client"] for row in rows] == [row["client"] for row in server.history]
     assert summary.rejections == [(7, "staleness: expected at most 2, got 3")]
-    # After the checkpoint, the journal starts anew and continues the numbers.
+    # After the checkpoint, the journal is empty and continues the record numbers.
     server.receive(server.dispatch("a"), Payload(torch.ones(1, 2), 1)).check()
     after, records = read(tmp_path / "j")
     assert [record["kind"] for record in records] == ["dispatched", "accepted"]
@@ -118,7 +118,7 @@ def test_a_large_model_is_not_loaded(tmp_path):
 
 
 def ends(path):
-    """Where the records of a segment start, and its end."""
+    """Return the offsets of the records of a segment, and the offset of its end."""
     with open(path, "rb") as file:
         _, header = tensor_file.load_structure(file, os.fstat(file.fileno()).st_size)
         segment = inspect.Segment(path, header, file.tell())
@@ -151,7 +151,7 @@ def test_a_corrupted_record_is_named(tmp_path):
     assert "corrupted" in done.stderr
 
 
-def test_an_incomplete_tail_is_noted_and_is_no_error(tmp_path):
+def test_an_incomplete_tail_is_noted_without_an_error(tmp_path):
     worked(tmp_path).close()
     path = tmp_path / "j.0.journal"
     path.write_bytes(path.read_bytes()[:-3])

@@ -1,4 +1,4 @@
-"""The command `manifoldagg merge`."""
+"""Tests of the command `manifoldagg merge`."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ def states(tmp_path):
     return states
 
 
-def test_it_writes_the_weighted_mean_and_prints_its_distances(tmp_path, states):
+def test_merge_writes_the_weighted_mean_and_prints_distances(tmp_path, states):
     done = call(tmp_path, "0.safetensors", "1.safetensors", "--weights", "3,1", "--out", "mean.safetensors")
     assert done.returncode == 0, done.stderr
     expected = average(states, [3, 1])
@@ -41,7 +41,7 @@ def test_it_writes_the_weighted_mean_and_prints_its_distances(tmp_path, states):
     assert "mean.certificate.json" in done.stdout
 
 
-def test_options_reach_the_merge(tmp_path, states):
+def test_options_are_passed_to_the_merge(tmp_path, states):
     arguments = ["--method", "karcher", "--scope", "model", "--manifold", "v=Sphere(5)", "--shard-size", "1kB"]
     done = call(tmp_path, "0.safetensors", "1.safetensors", "--out", "mean", *arguments)
     assert done.returncode == 0, done.stderr
@@ -59,7 +59,7 @@ def test_a_dry_run_writes_nothing(tmp_path, states):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_an_error_is_one_message_and_exit_code_2(tmp_path, states):
+def test_an_error_prints_one_message_and_exits_with_code_2(tmp_path, states):
     save_file({"w": torch.zeros(3)}, tmp_path / "2.safetensors")
     done = call(tmp_path, "0.safetensors", "2.safetensors", "--out", "mean.safetensors")
     assert done.returncode == 2

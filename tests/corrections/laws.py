@@ -1,4 +1,4 @@
-"""Laws of the corrections, as functions of a kit: the public names, one of which may be wrong on purpose."""
+"""Laws of the corrections. A law is a function of a kit, the public names, in which a mutant may replace one."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ SPACE, SIZE = Flat(12), 12
 PARTS = Product({"a": Flat(5), "b": Flat(7)})
 LAWS = {}
 SMALL = 1e-12
-"""Sums of a dozen float64 products of numbers about 1, with room for the conditioning of a random projection."""
+"""A tolerance for sums of a dozen float64 products of numbers near 1 and for a well-conditioned projection."""
 
 
 def law(function):
@@ -86,7 +86,7 @@ def the_threshold_selects_by_the_cosine(kit):
 
 @law
 def the_extreme_thresholds_ignore_the_cosine(kit):
-    # A quarter of exactly parallel pairs compute a cosine above 1, and of antiparallel ones one below -1.
+    # By rounding, a quarter of the parallel pairs have a computed cosine above 1, and of antiparallel pairs below -1.
     for seed in range(20):
         base, current, g, _ = setting(seed)
         for factor in (0.1, 3.0, -0.7):
@@ -158,7 +158,7 @@ def delay_compensation_follows_the_mean_square(kit):
 
 @law
 def delay_compensation_vanishes_to_first_order_on_quartics(kit):
-    # The Taylor sign: for the loss ¼ Σ x⁴ with gradient e = x³, a drift along e raises the gradient.
+    # The loss ¼ Σ x⁴ has the gradient e = x³. A drift along e increases the gradient, which fixes the sign.
     x, g = torch.full((1, 2), 0.5).double(), torch.full((2,), 0.01).double()
     v = -(x**3)
     out = kit.DelayCompensated(1.0)(Flat(2), x[0], x[0] + g, v)
@@ -235,7 +235,7 @@ def corrections_are_rotation_equivariant(kit):
 
 @law
 def the_dynamic_correction_changes_with_the_straightness(kit):
-    """Straight steps, then circles: OrthoGrad, tangent, OrthoPos, and never back."""
+    """The steps are straight, circular, and straight again. The phases are OrthoGrad, tangent and OrthoPos."""
     plane, correction, state, x = Flat(2), kit.OrthoDyn(), None, torch.zeros(2).double()
     drift, phases = torch.tensor([1.0, 0.0]).double(), []
     mean, length = torch.zeros(2).double(), 0.0
@@ -257,7 +257,7 @@ def the_dynamic_correction_changes_with_the_straightness(kit):
 
 @law
 def the_chosen_threshold_is_nearest_to_the_fresh_update(kit):
-    """One isotropic quadratic loss: the slope is exact, and no fixed threshold is nearer."""
+    """For an isotropic quadratic loss, the slope is exact, and no fixed threshold is nearer to the fresh update."""
     plane, correction, state = Flat(3), kit.AutoThreshold(), None
     minimum, models = draw(2, 3), [draw(3, 3)]
     chosen = set()

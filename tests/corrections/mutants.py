@@ -1,4 +1,4 @@
-"""Deliberately wrong corrections: each must be caught by the laws named beside it."""
+"""Mutants: deliberately wrong corrections. The laws named in `caught_by` must detect each mutant."""
 
 from dataclasses import dataclass, field, replace
 
@@ -35,7 +35,7 @@ def caught_by(name, *laws):
 
 
 @caught_by("Tangent", "tangent_is_the_displacement")
-class TangentBackwards(Tangent):
+class TangentNegated(Tangent):
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
         return -lines, state
@@ -50,7 +50,7 @@ class PositionWithTheWrongSignOfDrift(Position):
 
 
 @caught_by("Position", "position_on_a_sphere_points_to_the_client_model")
-class PositionIsTheDifferenceOfRowsEverywhere(Position):
+class PositionAsDifferenceOfRowsOnCurvedSpaces(Position):
     def extend(self, frame, state=None):
         return frame
 
@@ -65,7 +65,7 @@ class OrthoDCWithTheWrongSignOfDrift(OrthoDC):
 
 @caught_by("OrthoDC", "the_removed_component_is_parallel_to_the_drift", "projections_are_orthogonal_to_the_drift")
 class OrthoDCDividesByTheDisplacement(OrthoDC):
-    """Projects the other vector."""
+    """OrthoDC that divides by the squared length of the displacement instead of that of the drift."""
 
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
@@ -75,8 +75,8 @@ class OrthoDCDividesByTheDisplacement(OrthoDC):
 
 
 @caught_by("OrthoDC", "projections_are_orthogonal_to_the_drift", "pythagoras")
-class OrthoDCProjectsTwiceAsFar(OrthoDC):
-    """A reflection."""
+class OrthoDCReflects(OrthoDC):
+    """OrthoDC that removes the parallel component twice."""
 
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
@@ -84,8 +84,8 @@ class OrthoDCProjectsTwiceAsFar(OrthoDC):
         return lines, state
 
 
-class Comparing(OrthoDC):
-    """OrthoDC by a cosine that is compared as it comes out."""
+class ByCosine(OrthoDC):
+    """OrthoDC that compares the computed cosine with the threshold, without clipping."""
 
     def far(self, cosine):
         return cosine > self.threshold
@@ -100,24 +100,24 @@ class Comparing(OrthoDC):
 
 
 @caught_by("OrthoDC", "the_extreme_thresholds_ignore_the_cosine")
-class OrthoDCWithoutTheClipOfTheCosine(Comparing):
+class OrthoDCWithoutClippingTheCosine(ByCosine):
     pass
 
 
 @caught_by("OrthoDC", "the_threshold_selects_by_the_cosine")
-class OrthoDCComparesTheOtherWay(Comparing):
+class OrthoDCWithTheReverseComparison(ByCosine):
     def far(self, cosine):
         return abs(self.threshold) < 1 and cosine < self.threshold
 
 
 @caught_by("OrthoDC", "the_threshold_selects_by_the_cosine")
-class OrthoDCComparesTheAbsoluteCosine(Comparing):
+class OrthoDCComparesTheAbsoluteCosine(ByCosine):
     def far(self, cosine):
         return abs(cosine) > self.threshold
 
 
 @caught_by("OrthoDC", "the_threshold_selects_by_the_cosine")
-class OrthoDCComparesTheSquare(Comparing):
+class OrthoDCComparesTheSquaredCosine(ByCosine):
     def far(self, cosine):
         return cosine * abs(cosine) > self.threshold
 
@@ -187,7 +187,7 @@ class DelayCompensatedWithoutTheSquare(DelayCompensated):
     "delay_compensation_by_the_outer_product_equals_its_formula",
     "delay_compensation_by_the_outer_product_is_coordinate_free",
 )
-class OuterProductOfTheWrongSign(DelayCompensated):
+class OuterProductWithTheWrongSign(DelayCompensated):
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
         return (2 * gram.identity() - lines if self.form == "outer" else lines), state
@@ -198,7 +198,7 @@ class OuterProductOfTheWrongSign(DelayCompensated):
     "delay_compensation_by_the_outer_product_equals_its_formula",
     "delay_compensation_by_the_outer_product_is_coordinate_free",
 )
-class OuterProductOfTheEndAlone(DelayCompensated):
+class OuterProductWithTheCoefficientOfTheLastRow(DelayCompensated):
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
         if self.form == "outer":
@@ -208,8 +208,8 @@ class OuterProductOfTheEndAlone(DelayCompensated):
 
 
 @caught_by("DelayCompensated", "delay_compensation_follows_the_mean_square")
-class MeanSquareOfTheUpdateBefore(DelayCompensated):
-    """Staleness off by one: the mean square does not know this update."""
+class MeanSquareWithoutTheCurrentUpdate(DelayCompensated):
+    """DelayCompensated whose mean square excludes the current update."""
 
     def _mean_square(self, frame, state):
         fresh = super()._mean_square(frame, state)
@@ -218,7 +218,7 @@ class MeanSquareOfTheUpdateBefore(DelayCompensated):
 
 
 @caught_by("DelayCompensated", "delay_compensation_follows_the_mean_square")
-class MeanSquareForgetsAll(DelayCompensated):
+class MeanSquareWithoutHistory(DelayCompensated):
     def _mean_square(self, frame, state):
         return super()._mean_square(frame, None)
 
@@ -232,7 +232,7 @@ class OrthoCorrectAddsTheDrift(OrthoCorrect):
 
 
 @caught_by("OrthoCorrect", "zero_vectors_are_unchanged")
-class OrthoCorrectMovesWhatStands(OrthoCorrect):
+class OrthoCorrectShiftsZeroDisplacements(OrthoCorrect):
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
         for i, line in enumerate(lines):
@@ -256,13 +256,13 @@ def ortho_grad_with_the_drift(**options):
 
 
 @caught_by("OrthoStrict", "named_corrections_equal_their_parameters", "zero_vectors_are_unchanged")
-def ortho_strict_does_what_it_likes(**options):
+def ortho_strict_is_position(**options):
     return Position()
 
 
 @caught_by("GradientSurgery", "surgery_processes_the_rows_in_order")
-class SurgeryAtOnce(GradientSurgery):
-    """All conflicts are judged by the row as it came in."""
+class SurgeryFromOriginalRows(GradientSurgery):
+    """Surgery that computes all conflicts from the original row."""
 
     def coefficients(self, gram, state=None):
         inner, lines = gram.matrix, gram.identity()
@@ -282,8 +282,8 @@ class SurgeryWithoutTheDrift(GradientSurgery):
 
 
 @caught_by("Pairwise", "pairwise_is_orthogonal_to_every_other")
-class PairwiseOneByOne(Pairwise):
-    """Removes the component along each as if they were orthogonal."""
+class PairwiseWithoutOrthogonalization(Pairwise):
+    """Pairwise that removes the component along each row as if the rows were orthogonal."""
 
     def coefficients(self, gram, state=None):
         n, inner, lines = gram.num_displacements, gram.matrix, gram.identity()
@@ -294,7 +294,7 @@ class PairwiseOneByOne(Pairwise):
 
 
 @caught_by("Pairwise", "pairwise_is_orthogonal_to_every_other")
-class PairwiseForgetsTheLast(Pairwise):
+class PairwiseWithoutTheLastRows(Pairwise):
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
         lines[:, -3:] = 0
@@ -302,7 +302,7 @@ class PairwiseForgetsTheLast(Pairwise):
 
 
 @caught_by("OrthoDyn", "the_dynamic_correction_changes_with_the_straightness")
-class OrthoDynGoesBack(OrthoDyn):
+class OrthoDynRestartsItsPhase(OrthoDyn):
     def _update_phase(self, gram, coefficients, length, phase):
         return super()._update_phase(gram, coefficients, length, "gradient")
 
@@ -323,8 +323,8 @@ class AutoThresholdWithHalfTheBound(AutoThreshold):
 
 
 @caught_by("AutoThreshold", "the_chosen_threshold_is_nearest_to_the_fresh_update")
-class AutoThresholdComparesWithCurrent(AutoThreshold):
-    """The base of an update taken to be where the server is."""
+class AutoThresholdWithTheCurrentModelAsBase(AutoThreshold):
+    """AutoThreshold that stores the current model as the base of the update."""
 
     def update_state(self, frame, coefficients, state):
         moved = super().update_state(frame, coefficients, state)
@@ -351,7 +351,7 @@ def no_rotation(control, base, end, current, corrected_end):
 
 
 @caught_by("rotate_control", "opposite_chords_negate_only_the_component_along_the_chord")
-def half_a_turn_of_everything(control, base, end, current, corrected_end):
+def opposite_chords_negate_all_components(control, base, end, current, corrected_end):
     a, b = end - base, corrected_end - current
     if a @ b <= -0.999999 * a.norm() * b.norm():
         return (current + corrected_end) / 2 - (control - (base + end) / 2)

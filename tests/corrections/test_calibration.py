@@ -1,4 +1,4 @@
-"""OrthoFL's calibration, of points and of state dicts."""
+"""Tests of OrthoFL's calibration of points and of state dicts."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_calibration_equals_equations_6_and_7(seed):
 
 
 @given(seeds, st.sampled_from(["tensor", "model"]))
-def test_points_and_state_dicts_agree_bit_for_bit(seed, granularity):
+def test_points_and_state_dicts_give_bitwise_equal_results(seed, granularity):
     model = torch.nn.Linear(3, 2).double()
     space = ParameterSpace.of(model)
     rows = draw(seed, 5, 8)
@@ -49,8 +49,8 @@ def test_points_and_state_dicts_agree_bit_for_bit(seed, granularity):
 
 
 @given(seeds)
-def test_both_protocols_send_the_same_start(seed):
-    """Server and client know the global model before aggregation, the one handed out, and the client's two."""
+def test_server_and_client_protocols_give_the_same_start(seed):
+    """Both sides know the current and the sent global model, and the client's models before and after training."""
     now, then, model, began = (row.float() for row in draw(seed, 4, SIZE))
     server = calibrate(model, now - then, model - began, space=PARTS)
     client = calibrate(model.clone(), now.clone() - then.clone(), model.clone() - began.clone(), space=PARTS)

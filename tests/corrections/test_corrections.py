@@ -1,4 +1,4 @@
-"""Laws of the corrections, proved on symbolic Gram matrices and tested on numbers."""
+"""Tests of the corrections: proofs on symbolic Gram matrices, and properties on random numbers."""
 
 import math
 
@@ -33,7 +33,7 @@ def setting(seed, size=12, k=3, dtype=torch.float64):
 
 
 def symbolic(n=2):
-    """The Gram matrix of v₁ … v_n, g with symbols as entries."""
+    """Return the Gram matrix of v₁ … v_n, g with symbols as entries."""
     return Gram.of([[sympy.Symbol(f"G{min(i, j)}{max(i, j)}", real=True) for j in range(n + 1)] for i in range(n + 1)])
 
 
@@ -90,7 +90,7 @@ def test_the_projection_is_idempotent_homogeneous_and_rotation_equivariant(seed,
     space, base, current, v = setting(seed)
     correct = OrthoDC(threshold)
     once, q = correct(space, base, current, v), rotation(seed + 2, 12)
-    # A projected row has cosine 0 up to rounding: projecting it again moves it by ε, or not at all.
+    # A projected row has cosine 0 up to rounding, so a second projection changes it by at most about ε.
     assert relative(correct(space, base, current, once), once) <= 1e-13
     assert relative(correct(space, base, current, 1024 * v), 1024 * once) <= 1e-13
     assert relative(correct(space, base, base + 8 * (current - base), v), once) <= 1e-13
@@ -111,7 +111,7 @@ def test_the_projection_is_linear_self_adjoint_and_shortens(seed):
 
 @given(seeds, seeds)
 def test_the_projection_is_the_nearest_orthogonal_vector(seed, other):
-    """OrthoFL Lemma C.1: in distance, and in angle."""
+    """Lemma C.1 of OrthoFL states this for the distance and for the angle."""
     space, base, current, v = setting(seed, k=1)
     found = OrthoDC(1.0)(space, base, current, v)[0]
     g = current - base
@@ -123,7 +123,7 @@ def test_the_projection_is_the_nearest_orthogonal_vector(seed, other):
 
 
 @given(seeds, thresholds)
-def test_zero_displacements_and_zero_drifts_change_nothing(seed, threshold):
+def test_zero_displacements_and_zero_drifts_are_unchanged(seed, threshold):
     space, base, current, v = setting(seed)
     assert torch.equal(OrthoDC(threshold)(space, base, base, v), v)
     assert not OrthoDC(threshold)(space, base, current, 0 * v).any()
@@ -271,7 +271,7 @@ def test_a_curved_frame_of_a_flat_space_gives_the_same_result():
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
 @pytest.mark.parametrize("distance", [1e-7, 1e-9, 1e-11])
 def test_the_remainder_of_a_cancelled_displacement_is_recomputed(threshold, distance):
-    """Position of a model close to the current one, after a drift of order 1: as one correction after the other."""
+    """After a drift of order 1, the position of a model near the current one cancels almost all digits."""
     for seed in range(20):
         base, (current, offset) = torch.zeros(3, dtype=torch.float64), draw(seed, 2, 3)
         model = current + distance * offset

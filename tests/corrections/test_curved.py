@@ -1,4 +1,4 @@
-"""Corrections on curved spaces: transported rows, the metric of the space, and what is refused."""
+"""Tests of corrections on curved spaces: transported rows, the metric of the space, and rejected input."""
 
 import itertools
 import math
@@ -52,7 +52,7 @@ CORRECTIONS = [
 
 
 def setting(space, seed, n=2, size=0.3):
-    """A base, a current point and displacements, all about `size` apart."""
+    """Return a base, a current point and displacements, all with distance `size`."""
     generator = torch.Generator().manual_seed(seed)
     base = space.random_point(generator=generator, dtype=torch.float64)
     at = base.expand(n + 1, *base.shape)
@@ -62,7 +62,7 @@ def setting(space, seed, n=2, size=0.3):
 
 
 def isometry(space, seed):
-    """An isometry as a function of points, and its derivative as a function of tangents."""
+    """Return an isometry as a function of points, and its derivative as a function of tangents."""
     if isinstance(space, SymmetricPositiveDefinite):
         a = rotation(seed, 3) @ torch.diag(torch.tensor([0.5, 1.0, 2.0]).double())
         return (lambda x: a @ x @ a.T,) * 2
@@ -183,7 +183,7 @@ def test_a_space_without_transport_uses_a_ladder_and_reports_it():
     frame = Frame.of(space, base, current, v)
     assert frame.transports == (Transport("", "ladder", 4),)
     coarse, fine, finest = (Frame.of(space, base, current, v, rungs=rungs).rows[0] for rungs in (1, 2, 8))
-    # The error of a ladder falls with the square of its rungs.
+    # The error of a ladder decreases with the square of the number of rungs.
     assert relative(fine, finest) <= 0.4 * relative(coarse, finest)
     assert OrthoStrict()(space, base, current, v, rungs=2).shape == v.shape
     projected = Frame.of(space, base, current, v, transport="projection")

@@ -1,4 +1,4 @@
-"""The two clients in the plane: what the example prints and draws, and what the automatic threshold loses."""
+"""Tests of `examples/corrections.py`: two clients in the plane, and the regret of the automatic threshold."""
 
 import importlib.util
 import pathlib
@@ -31,14 +31,14 @@ def test_the_gradients_sum_to_zero_at_the_joint_optimum(example):
 
 @pytest.mark.parametrize("delay", [1, 3, 10])
 def test_the_median_regret_of_the_automatic_threshold_stays_under_five_percent(example, delay):
-    """On 5 of the 20 problems that the example measures, where it is at most 0.0 %."""
+    """The test uses 5 of the 20 problems of the example. Over all 20 problems, the median is at most 0.0 %."""
     found = [example.distances(seed, delay, names=("AutoThreshold", *example.FIXED)) for seed in range(5)]
     assert sorted(map(example.regret, found))[2] < 0.05
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("delay", [1, 3, 10])
-def test_the_median_regret_over_twenty_seeds(example, delay):
+def test_the_median_regret_over_twenty_seeds_stays_under_five_percent(example, delay):
     found = [example.distances(seed, delay, names=("AutoThreshold", *example.FIXED)) for seed in range(20)]
     middle = sorted(map(example.regret, found))
     assert (middle[9] + middle[10]) / 2 < 0.05
@@ -53,7 +53,7 @@ def test_a_delay_of_ten_makes_only_asgd_diverge(example):
     assert all(found[name] < start for name in ("FedAsync", "DC-ASGD", "OrthoDC(1)", "AutoThreshold", "OrthoFL"))
 
 
-def test_without_delay_nothing_is_corrected(example):
+def test_without_delay_all_methods_are_equal(example):
     task = example.problem(1)
     runs = [example.run(task, example.METHODS[name], 0) for name in example.METHODS]
     assert all(torch.equal(runs[0], other) for other in runs)

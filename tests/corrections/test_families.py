@@ -1,4 +1,4 @@
-"""Properties of the corrections on numbers of every size, dtype and kind."""
+"""Tests of properties that all families of corrections share, for every scale and dtype."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_narrow_dtypes_are_rounded_once(correction, dtype):
     out = correction(SPACE, base, current, v)
     exact = correction(SPACE, base.double(), current.double(), v.double())
     assert out.dtype == dtype
-    # By way of float32: half a unit in the last place, and a hair of double rounding.
+    # The result rounds to float32 first, so the error slightly exceeds half a unit in the last place.
     assert ((out.double() - exact).abs() <= 0.51 * torch.finfo(dtype).eps * exact.abs() + 1e-6).all()
 
 
@@ -110,7 +110,7 @@ def test_float32_denormals_are_not_treated_as_zero(correction, scale):
 
 
 def test_float64_denormals_count_as_zero():
-    """Their squares vanish: nothing is divided by them."""
+    """The squares of denormals underflow to 0, so no correction divides by them."""
     base, current, v = (5e-324 * x.sign() for x in setting(3))
     for correction in STATELESS:
         assert correction(SPACE, base, current, v).isfinite().all()
@@ -210,7 +210,7 @@ def test_mixed_granularities_compose_sequentially():
 @pytest.mark.parametrize("after", [*STATELESS, *COMPENSATED], ids=str)
 def test_any_two_corrections_compose(before, after):
     if after == OrthoPos() and before not in (Tangent(), Position()):
-        after = OrthoCorrect(1.0, 0.05)  # the printed form jumps at 0, where a projection puts its result
+        after = OrthoCorrect(1.0, 0.05)  # The printed form is discontinuous at cosine 0, which a projection returns.
     base, current, v = setting(3)
     expected = after(SPACE, base, current, before(SPACE, base, current, v))
     assert relative((before >> after)(SPACE, base, current, v), expected) <= 1e-12

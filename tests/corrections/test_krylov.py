@@ -1,4 +1,4 @@
-"""KrylovDC: what a path of training tells of the curvature, against training itself and against dense linear algebra."""
+"""Tests of KrylovDC, which estimates curvature from a training path, against training and dense linear algebra."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ FINE = 1e-13
 
 
 def trained(start, hessian, minimum, count, steps=1):
-    """Where gradient descent at rate 1 comes by: `count` points, so many steps apart."""
+    """Return `count` points of gradient descent at rate 1, with `steps` steps between them."""
     points, x = [], start
     for _ in range(count):
         for _ in range(steps):
@@ -31,7 +31,7 @@ def trained(start, hessian, minimum, count, steps=1):
 
 
 def quadratic(seed, eigenvalues, size=SIZE):
-    """A Hessian with these eigenvalues and 0 in what is left, and its minimum."""
+    """Return a Hessian with these eigenvalues, padded with zeros, and a minimum."""
     turn = rotation(seed, size)
     values = torch.zeros(size, dtype=torch.float64)
     values[: len(eigenvalues)] = torch.tensor(eigenvalues, dtype=torch.float64)
@@ -39,7 +39,7 @@ def quadratic(seed, eigenvalues, size=SIZE):
 
 
 def dense(v, g, tolerance=1e-3):
-    """The formula, with bases and powers of matrices."""
+    """Compute the formula with dense bases and matrix powers."""
     legs = torch.diff(v, dim=0, prepend=torch.zeros_like(v[:1]))
     u, s, w = torch.linalg.svd(legs[:-1].T, full_matrices=False)
     seen = s.square() > tolerance * s[0].square()
@@ -52,13 +52,13 @@ def dense(v, g, tolerance=1e-3):
 
 
 @law
-def a_path_becomes_what_training_from_here_would_have_made(kit):
-    """Where the legs have run through what there is: four eigenvalues, and five points."""
+def a_complete_path_becomes_the_path_of_training_from_the_current_model(kit):
+    """Five points span the Krylov space of four eigenvalues, so the correction is exact."""
     for seed, steps in ((1, 1), (2, 1), (3, 2)):
         hessian, minimum = quadratic(seed, [0.9, 0.6, 0.3, 0.05])
         base = draw(seed + 2, SIZE)
         v = trained(base, hessian, minimum, 5, steps) - base
-        # A drift that is partly in what the client has no loss along: that is kept.
+        # A part of the drift lies in the null space of the Hessian. The correction keeps this part.
         current = draw(seed + 3, SIZE)
         expected = trained(current, hessian, minimum, 5, steps) - current
         out = kit.KrylovDC("model", tolerance=FINE)(SPACE, base, current, v)
@@ -66,7 +66,7 @@ def a_path_becomes_what_training_from_here_would_have_made(kit):
 
 
 @law
-def a_noisy_path_is_read_by_rayleigh_and_ritz(kit):
+def noisy_paths_follow_the_rayleigh_ritz_formula(kit):
     for seed in range(5):
         base, current, *v = draw(seed, 6, SIZE)
         v = torch.stack(v)
@@ -75,7 +75,7 @@ def a_noisy_path_is_read_by_rayleigh_and_ritz(kit):
 
 
 @law
-def what_a_path_has_not_been_through_is_kept(kit):
+def drift_orthogonal_to_the_path_is_unchanged(kit):
     v = torch.zeros(4, SIZE, dtype=torch.float64)
     v[:, :3] = draw(3, 4, 3)
     base, current = torch.zeros(2, SIZE, dtype=torch.float64)
@@ -84,7 +84,7 @@ def what_a_path_has_not_been_through_is_kept(kit):
 
 
 @law
-def each_tensor_has_a_path_of_its_own(kit):
+def each_tensor_has_its_own_path(kit):
     parts = Product({"a": Flat(3), "b": Flat(4)})
     base, current, *v = draw(8, 5, SIZE)
     v, g = torch.stack(v), current - base
@@ -92,7 +92,9 @@ def each_tensor_has_a_path_of_its_own(kit):
     close(out, torch.cat([dense(v[:, :3], g[:3]), dense(v[:, 3:], g[3:])], 1), 1e-10)
 
 
-@caught_by("KrylovDC", "a_path_becomes_what_training_from_here_would_have_made", "each_tensor_has_a_path_of_its_own")
+@caught_by(
+    "KrylovDC", "a_complete_path_becomes_the_path_of_training_from_the_current_model", "each_tensor_has_its_own_path"
+)
 class KrylovDCAddsTheDrift(KrylovDC):
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
@@ -100,9 +102,11 @@ class KrylovDCAddsTheDrift(KrylovDC):
 
 
 @caught_by(
-    "KrylovDC", "a_path_becomes_what_training_from_here_would_have_made", "a_noisy_path_is_read_by_rayleigh_and_ritz"
+    "KrylovDC",
+    "a_complete_path_becomes_the_path_of_training_from_the_current_model",
+    "noisy_paths_follow_the_rayleigh_ritz_formula",
 )
-class KrylovDCKnowsTheEndAlone(KrylovDC):
+class KrylovDCCorrectsTheLastPointOnly(KrylovDC):
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
         fixed = gram.identity()
@@ -110,7 +114,7 @@ class KrylovDCKnowsTheEndAlone(KrylovDC):
         return fixed, state
 
 
-@caught_by("KrylovDC", "what_a_path_has_not_been_through_is_kept", "a_noisy_path_is_read_by_rayleigh_and_ritz")
+@caught_by("KrylovDC", "drift_orthogonal_to_the_path_is_unchanged", "noisy_paths_follow_the_rayleigh_ritz_formula")
 class KrylovDCIsThePosition(KrylovDC):
     def coefficients(self, gram, state=None):
         lines, state = super().coefficients(gram, state)
@@ -118,7 +122,7 @@ class KrylovDCIsThePosition(KrylovDC):
         return lines, state
 
 
-@caught_by("KrylovDC", "each_tensor_has_a_path_of_its_own")
+@caught_by("KrylovDC", "each_tensor_has_its_own_path")
 class KrylovDCOfTheWholeModel(KrylovDC):
     def coefficients(self, gram, state=None):
         return KIT["KrylovDC"]("model").coefficients(gram.total, state)
@@ -151,8 +155,8 @@ def test_one_point_zero_drift_or_zero_path_leave_displacements_unchanged():
     assert correction.apply(Frame.of(SPACE, base, current, v[:0])).displacements().shape == (0, SIZE)
 
 
-def test_two_points_have_one_direction():
-    """β = ⟨w₁, w₂⟩ / ⟨w₁, w₁⟩ = 1/2: a quarter of the drift along w₁ is left to be met again."""
+def test_two_points_correct_along_one_direction():
+    """β = ⟨w₁, w₂⟩ / ⟨w₁, w₁⟩ = 1/2, so the second point keeps β² = 1/4 of the drift along w₁."""
     base, current = torch.zeros(2).double(), torch.tensor([1.0, 1.0]).double()
     v = torch.tensor([[2.0, 0.0], [3.0, 1.0]]).double()
     out = KrylovDC("model")(Flat(2), base, current, v)
@@ -167,7 +171,7 @@ def test_a_path_that_stops_after_one_step_gives_position():
 
 
 def test_ritz_values_equal_the_eigenvalues_of_the_map():
-    """Of five legs that a symmetric matrix with four eigenvalues has made; of ever longer ones, 1."""
+    """Five legs determine a symmetric map with four eigenvalues. For growing legs, the eigenvalue is clipped to 1."""
     values = np.array([0.9, 0.5, 0.2, 0.0])
     legs = np.array([values**j for j in range(5)])
     found, vectors = ritz_pairs(legs @ legs.T, FINE)
@@ -180,7 +184,7 @@ def test_ritz_values_equal_the_eigenvalues_of_the_map():
 
 
 def test_directions_below_the_tolerance_are_discarded():
-    """A path along one axis, with noise of a thousandth across: there the drift is kept."""
+    """The path follows one axis, with noise of 1e-3 along the other axis. The drift along the other axis is kept."""
     v = torch.tensor([[1.0, 0.0], [2.0, 1e-3], [3.0, 0.0]]).double()
     base, current = torch.zeros(2).double(), torch.tensor([0.0, 1.0]).double()
     assert relative(KrylovDC("model")(Flat(2), base, current, v), v) <= 1e-3
@@ -189,7 +193,7 @@ def test_directions_below_the_tolerance_are_discarded():
 
 @pytest.mark.parametrize("tolerance", [1e-9, 0.1, 0.9, 1.0])
 def test_tensors_of_different_ranks_are_independent(tolerance):
-    """Of tensors side by side each is what it is alone, whatever is left out of the others."""
+    """The correction of a tensor does not depend on the rank of the path in other tensors."""
     parts = Product({"a": Flat(1), "b": Flat(5), "c": Flat(1)})
     base, current, *v = draw(3, 6, SIZE)
     v = torch.stack(v)
@@ -203,7 +207,7 @@ def test_tensors_of_different_ranks_are_independent(tolerance):
 
 
 @pytest.mark.parametrize("space", [Sphere(4), Product({"a": Sphere(3), "b": Flat(3)})], ids=["sphere", "product"])
-def test_on_a_curved_space_the_algebra_of_tangents_is_the_same(space):
+def test_curved_spaces_use_the_coefficients_of_the_gram_matrix(space):
     generator = torch.Generator().manual_seed(0)
     base, current = space.random_point(2, generator=generator, dtype=torch.float64)
     v = 0.1 * space.random_tangent(base.expand(4, -1), generator)

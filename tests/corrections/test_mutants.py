@@ -1,4 +1,4 @@
-"""The laws hold for the corrections, and catch what is wrong."""
+"""Tests that the corrections satisfy their laws and that the laws detect the mutants."""
 
 import pytest
 
@@ -6,12 +6,12 @@ from manifoldagg import corrections
 from manifoldagg.errors import ManifoldAggError
 from tests.corrections.laws import LAWS, kit
 from tests.corrections.mutants import MUTANTS
-from tests.support import beside, exported
+from tests.support import exported, import_sibling_tests
 
 pytestmark = pytest.mark.usefixtures("as_shipped")
 
-# What is registered by `law` and `caught_by` in any file of this folder counts.
-list(beside(__name__))
+# Import all test files of this folder, because they may register laws and mutants.
+list(import_sibling_tests(__name__))
 
 
 @pytest.mark.parametrize("law", LAWS)

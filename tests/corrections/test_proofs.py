@@ -1,4 +1,4 @@
-"""The identities of the corrections, proved on Gram matrices of symbols: the very lines that run on models."""
+"""Proofs of identities of the corrections on symbolic Gram matrices, with the same code that runs on models."""
 
 import itertools
 
@@ -31,7 +31,7 @@ STRICT = OrthoDC(1.0)
 
 
 def symbols(rows, negative=()):
-    """A Gram matrix: positive squares, real products, those of `negative` pairs below zero."""
+    """Return a symbolic Gram matrix with positive squares and real products, negative for the `negative` pairs."""
 
     def entry(i, j):
         i, j = min(i, j), max(i, j)
@@ -70,7 +70,7 @@ def test_position_and_tangent_coincide_at_threshold_one():
         assert same(lines_of(reading >> STRICT, inner), alone)
 
 
-def test_pythagoras():
+def test_projection_satisfies_the_pythagorean_theorem():
     inner = symbols(2)
     lines = lines_of(STRICT, inner)
     left, removed = congruence(lines, inner)[0][0], lines[0][1] ** 2 * inner[1][1]
@@ -90,7 +90,7 @@ def test_the_projection_never_lengthens():
 
 
 def test_the_projection_is_linear_and_self_adjoint():
-    """Rows u, v, g: P(au + bv) = aPu + bPv, and ⟨Pu, v⟩ = ⟨u, Pv⟩."""
+    """For rows u, v, g: P(au + bv) = aPu + bPv, and ⟨Pu, v⟩ = ⟨u, Pv⟩."""
     inner, (a, b) = symbols(3), sympy.symbols("a b", real=True)
     pu, pv = lines_of(STRICT, inner)
     mixed = congruence([[a, b, 0], [0, 0, 1]], inner)
@@ -109,7 +109,7 @@ def test_the_projection_ignores_the_scale_of_the_drift_and_is_homogeneous():
 
 
 def test_thresholded_maps_are_idempotent():
-    """What conflicts becomes orthogonal, what is orthogonal stays; what does not conflict stays, and stays so."""
+    """A conflicting row becomes orthogonal. Orthogonal and non-conflicting rows do not change."""
     inner, (a, b) = symbols(2, [(0, 1)]), sympy.symbols("a b", positive=True)
     once = lines_of(OrthoDC(0.0), inner)
     assert same(once, lines_of(STRICT, inner))
@@ -120,7 +120,7 @@ def test_thresholded_maps_are_idempotent():
 
 
 def test_among_orthogonal_vectors_the_projection_is_nearest_in_distance():
-    """Rows v, w, g with w ⟂ g: ‖v − w‖² − ‖v − Pv‖² = ‖w − Pv‖²."""
+    """For rows v, w, g with w ⟂ g: ‖v − w‖² − ‖v − Pv‖² = ‖w − Pv‖²."""
     inner = symbols(3)
     inner[1][2] = inner[2][1] = sympy.Integer(0)
     p = lines_of(STRICT, inner)[0]
@@ -213,7 +213,7 @@ def test_delay_compensation_by_the_outer_product_is_the_expansion_of_the_gradien
 
 
 def test_the_complement_of_a_span_is_orthogonal_to_it():
-    """Rows v, g, o₁, o₂: symbols are taken as independent, in their order."""
+    """The rows are v, g, o₁, o₂. The code treats symbolic rows as linearly independent."""
     inner = symbols(4)
     (line,) = lines_of(Pairwise(torch.zeros(2, 1)), inner, ["others[0]", "others[1]"])
     assert along(line, inner, 2) == 0
@@ -240,8 +240,8 @@ def test_the_slope_solves_its_least_squares_problem():
     assert regression_slope(sympy.Rational(-1, 3), sympy.Integer(1)) == sympy.Rational(1, 3)
 
 
-def test_projecting_is_nearer_exactly_between_zero_and_twice_the_slope():
-    """Rows v, g: ‖Pv − (v − βg)‖² − ‖v − (v − βg)‖² = s (s − 2β) ‖g‖²."""
+def test_projection_is_nearer_if_the_ratio_is_between_zero_and_twice_the_slope():
+    """For rows v, g: ‖Pv − (v − βg)‖² − ‖v − (v − βg)‖² = s (s − 2β) ‖g‖²."""
     inner, beta = symbols(2), sympy.Symbol("beta", positive=True)
     p = lines_of(STRICT, inner)[0]
     project = congruence([[0, p[1] + beta]], inner)[0][0]
@@ -251,8 +251,8 @@ def test_projecting_is_nearer_exactly_between_zero_and_twice_the_slope():
 
 
 @pytest.mark.parametrize(("s", "slope_", "chosen"), [(-0.1, 0.5, -1), (0.1, 0.5, 1), (0.9, 0.5, 1), (1.1, 0.5, -1)])
-def test_the_choice_follows_the_criterion(s, slope_, chosen):
-    """Rows v, g, mean v, base − mean: the state says what the slope is."""
+def test_the_automatic_threshold_follows_the_criterion(s, slope_, chosen):
+    """The rows are v, g, mean v and base − mean. The state contains the covariance and the variance of the slope."""
     inner = [[sympy.Rational(4), sympy.Rational(s), 0, 0], [sympy.Rational(s), 1, 0, 0], [0] * 4, [0] * 4]
     state = {"covariance": -sympy.Rational(slope_), "variance": sympy.Integer(1)}
     lines, state = AutoThreshold().coefficients(Gram.of(inner, extra=["mean v", "base - mean"]), state)

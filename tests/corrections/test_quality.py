@@ -1,4 +1,4 @@
-"""The quality of a correction: laws of its constants, and an independent computation on a flat space."""
+"""Tests of the quality of a correction: properties of its constants, and a reference computation on a flat space."""
 
 import math
 
@@ -25,7 +25,7 @@ CORRECTIONS = (Tangent(), Position(), OrthoDC(0.0), OrthoDC(1.0), AutoThreshold(
 
 
 def draw(seed, count=6, size=5):
-    """Draw a curvature, a minimum, and updates on a flat space."""
+    """Draw the gradient of a random quadratic loss, and updates on a flat space."""
     generator = torch.Generator().manual_seed(seed)
     curvature = torch.rand(size, generator=generator, dtype=torch.float64) + 0.1
     minimum, *points = torch.randn(1 + 3 * count, size, generator=generator, dtype=torch.float64)
@@ -44,7 +44,7 @@ def test_the_uncorrected_update_has_quality_one(seed):
 
 @given(seeds, st.sampled_from(CORRECTIONS))
 def test_descents_are_inner_products_with_the_negative_gradient(seed, correction):
-    """Also for a stateful correction, which receives the updates in order."""
+    """A stateful correction receives the updates in order."""
     gradient, updates = draw(seed)
     found = correction_quality(Flat(5), correction, updates, gradient)
     state = None
@@ -113,7 +113,7 @@ def test_an_update_that_increases_the_loss_gives_a_positive_d():
         ({"updates": [(torch.zeros(2), torch.zeros(3), torch.zeros(2))]}, "current: expected"),
     ],
 )
-def test_invalid_arguments_are_errors(fields, message):
+def test_invalid_arguments_are_rejected(fields, message):
     given = {"updates": [(torch.zeros(2), torch.ones(2), torch.ones(2))], "gradient": lambda model: model} | fields
     with pytest.raises(ArgumentError, match=message):
         correction_quality(Flat(2), Tangent(), given["updates"], given["gradient"])

@@ -1,4 +1,4 @@
-"""Control points that turn with their chord."""
+"""Tests of `rotate_control`, which rotates control points with their chord."""
 
 import mpmath
 import pytest
@@ -15,8 +15,8 @@ SIZE = 12
 
 
 @given(seeds, st.floats(-8, 0), st.sampled_from([False, True]))
-def test_the_map_is_the_rotation_of_the_plane(seed, exponent, near_opposite):
-    """A chord turned by a known angle in a known plane: nearly parallel, and nearly opposite."""
+def test_the_map_equals_the_rotation_by_a_known_angle(seed, exponent, near_opposite):
+    """The chord rotates by a known angle in a known plane. The cases include nearly parallel and opposite chords."""
     base, current, phi, a, e = draw(seed, 5, SIZE)
     e = e - (e @ a) / (a @ a) * a
     e = e / e.norm()
@@ -28,7 +28,7 @@ def test_the_map_is_the_rotation_of_the_plane(seed, exponent, near_opposite):
     x = phi - base - a / 2
     p, q = x @ unit, x @ e
     turned = x + ((cosine - 1) * p - sine * q) * unit + (sine * p + (cosine - 1) * q) * e
-    # The plane of two vectors at angle t is known to ε/t, and a half turn in it moves by twice that.
+    # The plane of two vectors at angle t has the error ε/t. A rotation by 180 degrees in the plane doubles the error.
     allowed = 1e-13 / sine.item() if near_opposite else 1e-13
     assert relative(out - current - chord / 2, turned) <= max(allowed, 1e-13)
 
@@ -149,7 +149,7 @@ def test_invalid_input_is_rejected_by_name(call, words):
 
 
 def test_any_scale_gives_the_same_rotation():
-    """Inner products of the chords under- and overflow long before the points do."""
+    """Inner products of the chords underflow and overflow for points within the range of float64."""
     zero = torch.zeros(2, dtype=torch.float64)
     control, right, up = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
     for scale in (1e-200, 1e-161, 1e-155, 1e-30, 1.0, 1e100):

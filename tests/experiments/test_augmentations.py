@@ -1,4 +1,4 @@
-"""Augmentations: equal bits in every executor, training only, and images that are shifted and mirrored."""
+"""Tests of data augmentation: reproducibility in every executor, training batches only, and `cropflip`."""
 
 import sys
 from dataclasses import replace
@@ -42,7 +42,7 @@ def same_batches(one, other):
 
 
 @pytest.mark.parametrize("name", ["fedasync", "asyncbezier", "generalizedasyncsgd"])
-def test_every_executor_and_a_resumed_run_find_the_same_bits(name, tmp_path):
+def test_executors_and_resumed_runs_give_bitwise_equal_results(name, tmp_path):
     federation, options = split(noise), {"num_updates": 8, "eval_every": 4}
     whole = run(federation, method(name), **options)
     assert whole != run(split(), method(name), **options)
@@ -55,18 +55,18 @@ def test_every_executor_and_a_resumed_run_find_the_same_bits(name, tmp_path):
     assert run(federation, method(name), **options) == whole
 
 
-def test_random_numbers_depend_on_the_task_alone():
+def test_random_numbers_depend_only_on_the_task():
     federation = split(noise)
     assert same_batches(federation.batches(1, 2), federation.batches(1, 2))
     for client, task_index in ((1, 3), (2, 2)):
         assert not same_batches(federation.batches(1, 2), federation.batches(client, task_index))
     batches = federation.batches(1, 2)
-    # A second epoch has other random numbers.
+    # A second epoch draws new random numbers.
     assert not torch.equal(torch.cat([x for x, _ in batches]), torch.cat([x for x, _ in batches]))
 
 
 @pytest.mark.parametrize("name", ["fedasync", "fedavg"])
-def test_an_augmentation_changes_no_other_random_numbers(name):
+def test_augmentation_does_not_change_other_random_numbers(name):
     plain, other = (run(split(augment), method(name), num_updates=6) for augment in (None, identity))
     assert (plain.evaluations, plain.trace) == (other.evaluations, other.trace)
 
@@ -88,8 +88,8 @@ def test_only_training_minibatches_are_augmented():
 
 
 @given(seeds, st.integers(0, 3), st.floats(0, 1), st.sampled_from([(2, 1, 4, 4), (3, 2, 5, 3), (1, 3, 1, 2)]))
-def test_cropflip_is_a_crop_of_the_padded_image(seed, padding, flip, shape):
-    """Each image on its own, with the same draws, by slices."""
+def test_cropflip_equals_a_crop_of_each_padded_image(seed, padding, flip, shape):
+    """The reference crops each image by slicing, with the same random draws."""
     images = torch.arange(1.0, 1.0 + np.prod(shape)).view(shape)
     labels = torch.arange(shape[0])
     found, unchanged = cropflip(images, labels, torch.Generator().manual_seed(seed), padding=padding, flip=flip)
@@ -106,14 +106,14 @@ def test_cropflip_is_a_crop_of_the_padded_image(seed, padding, flip, shape):
         assert torch.equal(found[i], part.flip(-1) if mirrored[i] else part)
 
 
-def test_cropflip_mirrors_as_often_as_it_is_told():
+def test_cropflip_mirrors_images_with_the_given_probability():
     images = torch.tensor([[[[0.0, 1.0]]]]).expand(4000, -1, -1, -1)
     moved, _ = cropflip(images, torch.zeros(4000), torch.Generator().manual_seed(0), padding=0, flip=0.3)
-    # Six standard deviations of a binomial proportion.
+    # The tolerance is six standard deviations of a binomial proportion.
     assert abs(float(moved[..., 0].mean()) - 0.3) <= 6 * (0.21 / 4000) ** 0.5
 
 
-def test_an_augmentation_has_a_name(tmp_path, monkeypatch):
+def test_dataset_accepts_an_augmentation_by_name(tmp_path, monkeypatch):
     (tmp_path / "mine_augment.py").write_text(
         "def shift(inputs, labels, generator, by=1.0):\n    return inputs + by, labels\n"
     )
@@ -127,7 +127,7 @@ def test_an_augmentation_has_a_name(tmp_path, monkeypatch):
     assert load_dataset("digits").augment is None
 
 
-def test_reports_with_other_augmentations_are_other_problems(tmp_path):
+def test_combined_reports_separate_problems_by_augmentation(tmp_path):
     folders = []
     for name, augment in (("plain", None), ("noisy", noise)):
         found = compare(
@@ -155,6 +155,6 @@ def test_reports_with_other_augmentations_are_other_problems(tmp_path):
         (lambda: cropflip(torch.zeros(1, 1, 2, 2), torch.zeros(1), torch.Generator(), padding=-1), "padding: expected"),
     ],
 )
-def test_bad_augmentations_are_refused(call, words):
+def test_invalid_augmentations_are_rejected(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()

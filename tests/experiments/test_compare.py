@@ -1,4 +1,4 @@
-"""Comparisons: what is passed on to runs, settings in words, and pictures in which lines can be told apart."""
+"""Tests of comparisons: the options passed to each run, the recorded settings, and the figures."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def comparison():
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that would be saved."""
+    """A list of the figures that the test would save."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: figures.append(figure))
     return figures
@@ -57,7 +57,7 @@ def rows(comparison):
 
 
 @pytest.mark.parametrize("count", [1, 6, 7, 22])
-def test_every_line_of_the_picture_can_be_told_from_the_others(count, comparison, drawn):
+def test_accuracy_figure_draws_every_line_differently(count, comparison, drawn):
     seeds = rows(comparison)
     runs = {
         f"Method{i}(a=1)": [[*seed[:-1], replace(seed[-1], accuracy=i / 50)] for seed in seeds] for i in range(count)
@@ -67,14 +67,14 @@ def test_every_line_of_the_picture_can_be_told_from_the_others(count, comparison
     (axes,) = figure.axes
     lines = [line for line in axes.lines if line.get_label() in runs]
     assert len({(line.get_color(), line.get_linestyle(), line._unscaled_dash_pattern) for line in lines}) == count
-    # In one place each is seen below those that are drawn after it.
+    # Each line is wider than the lines drawn on top of it, so it stays visible where lines coincide.
     assert all(a.get_linewidth() > b.get_linewidth() and a.zorder < b.zorder for a, b in pairwise(lines))
     assert len({line.get_markevery() for line in lines}) == count
     legend = figure.legends[0]
     assert [text.get_text() for text in legend.get_texts()] == list(runs)
 
 
-def test_lines_that_are_the_same_all_the_way_take_turns(comparison, drawn):
+def test_identical_lines_are_drawn_with_interleaved_dashes(comparison, drawn):
     runs = dict.fromkeys("ABC", rows(comparison))
     draw_accuracy(Path("accuracy.png"), runs, target=0.9, title="clusters")
     lines = drawn[0].axes[0].lines[:3]
@@ -83,11 +83,11 @@ def test_lines_that_are_the_same_all_the_way_take_turns(comparison, drawn):
     (on, off) = dashes[0]
     assert set(dashes) == {(on, 2 * on)} == {(on, off)}
     assert {offset % (3 * on) for offset in offsets} == {0, on, 2 * on}
-    # The legend shows what they are elsewhere.
+    # The legend shows solid lines.
     assert all(handle.get_linestyle() == "-" for handle in drawn[0].legends[0].get_lines())
 
 
-def test_the_planes_of_a_curve_have_a_legend(drawn):
+def test_plane_figure_has_one_legend(drawn):
     flat = plane(
         Bezier(Flat(2), 2), torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 0.0]]), lambda point: float(point @ point)
     )
@@ -98,7 +98,7 @@ def test_the_planes_of_a_curve_have_a_legend(drawn):
     assert {"base model", "client's model", "control point", "learned curve", "chord"} <= labels
 
 
-def test_results_have_a_short_representation(comparison):
+def test_results_have_a_short_repr(comparison):
     assert re.fullmatch(
         r"Comparison\(data='clusters', clients=6, updates=10, seeds=2, final_accuracy=\{'FedAsync': [\d.]+\}\)",
         repr(comparison),
@@ -107,7 +107,7 @@ def test_results_have_a_short_representation(comparison):
     assert re.fullmatch(r"RunResult\(updates=10, accuracy=[\d.]+, evaluations=11, seconds=[\d.e+-]+\)", repr(one))
 
 
-def test_the_summary_is_a_data_frame(comparison):
+def test_frame_contains_the_summary(comparison):
     frame = comparison.frame()
     assert frame.loc["FedAsync"].to_dict() == comparison.summary()["FedAsync"]
     assert frame.index.name == "method"
@@ -123,12 +123,12 @@ def test_a_run_above_the_stability_limit_warns_once_with_a_lower_rate():
         r"training may diverge; use a lower rate, such as 0\.857, or a lower concurrency",
         str(warning.message),
     )
-    # The limit is higher for fewer tasks in flight, and no share of the way to a client's model is above it.
+    # The stability limit is higher with fewer tasks in flight. FedAsync interpolates, so it never exceeds the limit.
     compare(clusters(), methods("fedortho:rate=5,fedasync:rate=9"), **options, concurrency=2)
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_a_line_is_worth_what_the_latest_evaluations_were(axis, comparison, drawn):
+def test_accuracy_line_equals_the_mean_of_the_latest_evaluations(axis, comparison, drawn):
     draw_accuracy(Path("accuracy.png"), {"FedAsync": rows(comparison)}, target=0.9, title="clusters", axis=axis)
     (axes,) = drawn[0].axes
     line = axes.lines[0]
@@ -136,14 +136,14 @@ def test_a_line_is_worth_what_the_latest_evaluations_were(axis, comparison, draw
     unit = 1e3 if "thousands" in label or "kB" in label else 1.0
     assert {"updates": "updates", "time": "virtual time, s", "gradients": "gradients", "bytes": "sent"}[axis] in label
     for x, y in zip(*line.get_data(), strict=True):
-        # Places are divided by the unit, which rounds.
+        # The division of the coordinates by the unit rounds.
         worth = [last_within_budget(seed, axis, x * unit * (1 + 1e-12)).accuracy for seed in rows(comparison)]
         assert y == pytest.approx(100 * np.mean(worth), rel=1e-12)
     assert line.get_xdata()[-1] * unit == pytest.approx(min(seed[-1].value_on(axis) for seed in rows(comparison)))
     assert "2 seeds" in axes.get_title()
 
 
-def test_clients_are_drawn_from_the_worst_to_the_best(drawn):
+def test_client_figure_sorts_accuracies_in_ascending_order(drawn):
     seeds = [[0.5, 0.0, 1.0], [1.0, 0.2, 0.5]]
     draw_clients(Path("clients.png"), {"FedAsync": seeds, "FedGS": [[1.0, 0.5]]}, title="clusters")
     (axes,) = drawn[0].axes
@@ -153,7 +153,7 @@ def test_clients_are_drawn_from_the_worst_to_the_best(drawn):
     assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
-def test_methods_that_see_one_course_share_a_panel(drawn):
+def test_methods_with_equal_traces_share_a_panel(drawn):
     one, two, three, four = ([TaskRecord(0, 1.0, 0.0, 0.0, float(i), 0)] for i in (1, 2, 3, 4))
     draw_traces(Path("gantt.png"), {"A": one, "B": two, "C": list(one)}, title="clusters")
     assert [axes.get_title() for axes in drawn[0].axes] == ["A, C", "B"]
@@ -162,7 +162,7 @@ def test_methods_that_see_one_course_share_a_panel(drawn):
     assert "without 1 further" in drawn[1].get_suptitle()
 
 
-def test_colours_of_staleness_begin_at_none_and_are_whole():
+def test_staleness_colour_scale_starts_at_zero_with_integer_ticks():
     axes = draw_trace([TaskRecord(0, 1.0, 0.0, 0.0, 1.0, 0)])
     (bars,) = (one for one in axes.collections if isinstance(one, PolyCollection))
     assert bars.get_clim() == (0, 1)
@@ -171,7 +171,7 @@ def test_colours_of_staleness_begin_at_none_and_are_whole():
     assert all(tick == int(tick) for tick in beside.get_yticks())
 
 
-def test_settings_are_words_that_json_can_hold(tmp_path):
+def test_settings_can_be_serialized_as_json(tmp_path):
     even = compare(clusters(), methods(["fedasync"]), clients=3, num_updates=2, seeds=1, partition=dirichlet(math.inf))
     settings = json.loads(write_report(even, tmp_path / "even")[0].read_text())["settings"]
     assert settings["partition"] == "dirichlet_partition(concentration=inf)"
@@ -189,7 +189,7 @@ def test_settings_are_words_that_json_can_hold(tmp_path):
     ],
     ids=["inputs", "shape", "labels", "user_ids"],
 )
-def test_settings_tell_data_of_one_name_apart(change, comparison):
+def test_checksum_distinguishes_datasets_of_the_same_name(change, comparison):
     def settings(task):
         model = partial(nn.Sequential, nn.Flatten(), nn.Linear(2, 3))
         options = {"clients": 3, "num_updates": 1, "seeds": 1, "partition": "iid"}
@@ -201,14 +201,14 @@ def test_settings_tell_data_of_one_name_apart(change, comparison):
     assert other["checksum"] != same["checksum"]
 
 
-def test_a_comparison_passes_on_what_its_runs_are_like():
+def test_comparison_passes_its_options_to_every_run():
     options = {
         "scheduler": lambda clients, generator: IndependentClients(Exponential(10.0), generator),
         "availability": iter([AvailabilityChange(5.0, 1, "leave")]),
         "task_cost": "trainer",
         "eval_every": 4,
     }
-    chosen = methods(["fedasync", "fedortho"], ["fedortho=0.8"])  # below the stability limit of six clients
+    chosen = methods(["fedasync", "fedortho"], ["fedortho=0.8"])  # 0.8 is below the stability limit for six clients.
     found = compare(clusters(), chosen, clients=6, num_updates=10, seeds=2, **options)
     split = {"partition": dirichlet(0.5), "seed": 1}
     options["availability"] = [AvailabilityChange(5.0, 1, "leave")]
@@ -221,7 +221,7 @@ def test_a_comparison_passes_on_what_its_runs_are_like():
     assert not re.search("0x[0-9a-f]{6}", json.dumps(found.settings))
 
 
-def test_names_mean_what_run_takes():
+def test_option_names_equal_the_objects_that_run_accepts():
     options = {"delays": "exponential:mean=10", "availability": "churn:up=200,down=40,until=300", "concurrency": 3}
     found = compare(clusters(), methods(["fedasync"]), clients=6, num_updates=10, seeds=1, partition="iid", **options)
     assert {key: found.settings[key] for key in options} == options
@@ -250,12 +250,12 @@ def test_names_mean_what_run_takes():
         (lambda: compare(clusters(), methods(["fedgs"]), task_cost="none"), "task_cost: expected"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, words):
+def test_invalid_arguments_are_rejected(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
-def test_what_is_wrong_with_a_later_method_is_told_before_one_trains(tmp_path):
+def test_an_invalid_later_method_is_rejected_before_training_starts(tmp_path):
     routing = tmp_path / "routing.csv"
     routing.write_text("client,share\n0,0.5\n7,0.5\n")
     told = []
@@ -265,7 +265,7 @@ def test_what_is_wrong_with_a_later_method_is_told_before_one_trains(tmp_path):
     assert told == []
 
 
-def test_names_stand_in_pictures_as_they_are(comparison, drawn):
+def test_figures_show_method_names_literally(comparison, drawn):
     name = "FedAsync($x, staleness=polynomial, staleness.a=0.5, note=$)"
     draw_accuracy(Path("accuracy.png"), {name: rows(comparison)}, target=0.9, title="$x$")
     drawn[0].draw_without_rendering()
@@ -275,7 +275,7 @@ def test_names_stand_in_pictures_as_they_are(comparison, drawn):
     assert max(map(len, text.get_text().split("\n"))) <= 33
 
 
-def test_a_method_that_nobody_heard_is_told_apart_from_a_bad_one(comparison):
+def test_rejected_updates_are_reported_per_method(comparison):
     assert rejection_lines(comparison) == []
     one = comparison.runs["FedAsync"][0]
     runs = [replace(one, evaluations=[replace(row, rejected=count) for row in one.evaluations]) for count in (2, 10)]
@@ -283,7 +283,7 @@ def test_a_method_that_nobody_heard_is_told_apart_from_a_bad_one(comparison):
     assert rejection_lines(refused) == ["FedAvg(trainer=curve): 12 of 20 updates were rejected"]
 
 
-def test_first_seed_selects_the_repetitions_of_a_longer_comparison():
+def test_first_seed_selects_runs_of_a_longer_comparison():
     options = {"clients": 6, "num_updates": 4}
     chosen = methods(["fedasync", "asyncbezier"])
     every = compare(clusters(), chosen, **options, seeds=3)
@@ -296,7 +296,7 @@ def test_first_seed_selects_the_repetitions_of_a_longer_comparison():
         compare(clusters(), chosen, **options, first_seed=-1)
 
 
-def test_a_search_ends_its_runs_after_the_duration_of_the_comparison():
+def test_tuning_runs_end_after_the_duration_of_the_comparison():
     options = {"clients": 6, "num_updates": 8, "seeds": 1, "delays": "exponential:mean=10"}
     tuning = Tuning(seeds=(100,))
     short, long = (

@@ -1,4 +1,4 @@
-"""Configurations: a table of a file is a command line, whatever options there are."""
+"""Tests of configuration files: each table of a file is equivalent to a command line."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ VALUES = {
 
 
 def values(name):
-    """Values of an option, as TOML has them."""
+    """Return a strategy for the TOML values of an option."""
     option = OPTIONS[name]
     single = VALUES[option.type.name]
     if option.multiple:
@@ -42,14 +42,14 @@ TABLES = st.fixed_dictionaries({}, optional={name: values(name) for name in OPTI
 
 
 def toml(value):
-    """As a value in a file."""
+    """Format a value as TOML."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name} = {toml(one)}" for name, one in value.items()) + "}"
     return json.dumps(value)
 
 
 def written(path, **tables):
-    """A file with these tables."""
+    """Write a TOML file with these tables."""
     lines = [
         f"[{name}]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in table.items())
         for name, table in tables.items()
@@ -59,7 +59,7 @@ def written(path, **tables):
 
 
 def typed(table):
-    """What someone types who means the same."""
+    """Yield the command-line words that are equivalent to a table."""
     for name, value in table.items():
         if OPTIONS[name].type.name == "boolean":
             yield from [f"--{name}"] * value
@@ -77,7 +77,7 @@ def parsed(words):
 
 
 @given(TABLES, TABLES)
-def test_a_table_is_a_command_line(tmp_path_factory, table, shared):
+def test_a_table_is_parsed_like_its_command_line(tmp_path_factory, table, shared):
     path = tmp_path_factory.getbasetemp() / "drawn.toml"
     found = command_lines(written(path, defaults=shared, mine=table, other={}), OPTIONS)
     assert list(found) == ["mine", "other"]
@@ -85,7 +85,7 @@ def test_a_table_is_a_command_line(tmp_path_factory, table, shared):
     assert parsed(found["other"]) == parsed(typed(shared))
 
 
-def test_every_option_of_the_command_has_a_place_in_a_file():
+def test_a_file_accepts_every_option_of_the_command():
     left = {option.name for option in COMMAND.params} - {option.name for option in OPTIONS.values()}
     assert left == {"config", "only", "name"}
     assert {"tune-seeds", "json", "rate"} < set(OPTIONS)
@@ -95,7 +95,7 @@ def test_every_option_of_the_command_has_a_place_in_a_file():
     ("only", "names"),
     [((), ["a", "b", "c"]), (["b"], ["b"]), (["c", "a"], ["a", "c"]), (["c, a", "b"], ["a", "b", "c"])],
 )
-def test_some_tables_can_be_chosen(only, names, tmp_path):
+def test_only_selects_tables(only, names, tmp_path):
     path = written(tmp_path / "some.toml", a={}, b={}, c={})
     assert list(command_lines(path, OPTIONS, only)) == names
 
@@ -126,14 +126,14 @@ def test_some_tables_can_be_chosen(only, names, tmp_path):
         ("[a]\ndata = " + "[" * 100_000, "expected tables of options, got values nested too deep"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_with_its_table(text, words, tmp_path):
+def test_errors_in_a_file_name_the_file_and_the_table(text, words, tmp_path):
     path = tmp_path / "wrong.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ArgumentError, match=f"^config: .*wrong.toml:? {words}"):
         command_lines(path, OPTIONS)
 
 
-def test_a_file_or_a_table_that_is_not_there_is_named(tmp_path):
+def test_missing_files_and_tables_are_rejected(tmp_path):
     with pytest.raises(ArgumentError, match="^config: .*none.toml cannot be read: "):
         command_lines(tmp_path / "none.toml", OPTIONS)
     path = written(tmp_path / "some.toml", mnist={}, digits={}, defaults={})
@@ -145,7 +145,7 @@ def test_a_file_or_a_table_that_is_not_there_is_named(tmp_path):
 
 @pytest.fixture
 def call(monkeypatch, as_shipped):
-    """The command, in this process."""
+    """A function that runs the command in this process."""
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     def called(*words):
@@ -161,7 +161,7 @@ def settings(folder):
     return json.loads((folder / "results.json").read_text())["settings"]
 
 
-def test_a_configuration_does_what_its_command_line_does(call, tmp_path, monkeypatch, capsys):
+def test_a_configuration_gives_the_settings_of_its_command_line(call, tmp_path, monkeypatch, capsys):
     papers = tmp_path / "papers"
     papers.mkdir()
     (papers / "gone.csv").write_text("time,client,kind\n0.1,3,leave\n")
@@ -193,7 +193,7 @@ def test_a_configuration_does_what_its_command_line_does(call, tmp_path, monkeyp
     assert "first (1 of 1)" in errors
 
 
-def test_a_rule_of_ones_own_lies_beside_the_file_or_here(call, tmp_path, monkeypatch):
+def test_user_rules_are_imported_from_the_folder_of_the_file_and_the_working_directory(call, tmp_path, monkeypatch):
     (tmp_path / "papers").mkdir()
     for name, folder in (("beside_it", "papers"), ("lies_here", ".")):
         (tmp_path / folder / f"{name}.py").write_text("from tests.simulation.custom import Signs\n")
@@ -214,8 +214,8 @@ def test_a_rule_of_ones_own_lies_beside_the_file_or_here(call, tmp_path, monkeyp
     assert list(settings(tmp_path / "runs" / "typed")["methods"]) == ["Signs(rate=0.3)"]
 
 
-def test_paths_that_are_typed_are_those_of_the_current_folder(call, tmp_path, monkeypatch):
-    """Also where the file's folder has one of that name."""
+def test_paths_on_the_command_line_are_relative_to_the_working_directory(call, tmp_path, monkeypatch):
+    """The folder of the configuration file contains files of the same names."""
     papers = tmp_path / "papers"
     papers.mkdir()
     for folder, time in ((tmp_path, 0.2), (papers, 0.1)):
@@ -240,7 +240,7 @@ def test_paths_that_are_typed_are_those_of_the_current_folder(call, tmp_path, mo
         call("--config", "papers/papers.toml", "--scheduler", "replay:trace.csv")
 
 
-def test_what_is_finished_is_not_done_again(call, tmp_path, monkeypatch, capsys):
+def test_resume_skips_finished_comparisons(call, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tables = {
         "first": {"methods": "fedgs:trainer.epochs=1", "tune": True, "tune-seeds": 1},
@@ -249,7 +249,7 @@ def test_what_is_finished_is_not_done_again(call, tmp_path, monkeypatch, capsys)
     written(tmp_path / "two.toml", defaults=SMALL, **tables)
 
     def done(*words):
-        """Which comparisons were made, and which were said to be finished."""
+        """Return the names of the comparisons that ran. Check that all other comparisons are reported as finished."""
         call("--config", "two.toml", "--resume", *words)
         out = capsys.readouterr().out
         made = {name for name in tables if f"Written to runs/{name}:" in out}
@@ -276,7 +276,7 @@ def test_what_is_finished_is_not_done_again(call, tmp_path, monkeypatch, capsys)
     assert done() == set()
 
 
-def test_what_is_finished_is_of_the_same_files_and_versions(call, tmp_path, monkeypatch, capsys):
+def test_resume_repeats_a_comparison_if_a_file_or_a_version_changes(call, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gone.csv").write_text("time,client,kind\n0.1,3,leave\n")
     path = written(
@@ -284,7 +284,7 @@ def test_what_is_finished_is_of_the_same_files_and_versions(call, tmp_path, monk
     )
 
     def printed():
-        """The object, and whether the comparison was made for it."""
+        """Return the printed JSON object and whether the comparison ran."""
         call("--config", path, "--resume", "--json")
         out, errors = capsys.readouterr()
         return json.loads(out), "Written to" in errors
@@ -317,7 +317,7 @@ def test_what_is_finished_is_of_the_same_files_and_versions(call, tmp_path, monk
         (["--only", "first"], "only: expected --config, because --only selects its tables"),
     ],
 )
-def test_all_tables_are_read_before_one_runs(words, message, call, tmp_path, monkeypatch):
+def test_all_tables_are_validated_before_the_first_comparison_runs(words, message, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "two.toml", defaults=SMALL, first={}, second={"methods": ["fedasync", "fedg"]})
     written(tmp_path / "type.toml", first={"updates": "many"})
@@ -329,7 +329,7 @@ def test_all_tables_are_read_before_one_runs(words, message, call, tmp_path, mon
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_evidence_is_read_whole_and_has_every_rule_on_the_digits():
+def test_evidence_file_is_valid_and_runs_every_rule_on_digits():
     path = ROOT / "benchmarks" / "papers" / "evidence.toml"
     tried = {name: parsed(words) for name, words in command_lines(path, OPTIONS).items()}
     given_by_hand = {name for name, options in tried.items() if not options["tune"]}
@@ -343,7 +343,7 @@ def test_the_evidence_is_read_whole_and_has_every_rule_on_the_digits():
     assert rules == set(RULES) | {"asynccorrected"}
 
 
-def test_the_example_is_read_whole_and_runs(call, tmp_path, monkeypatch, capsys):
+def test_example_file_is_valid_and_its_small_table_runs(call, tmp_path, monkeypatch, capsys):
     path = ROOT / "examples" / "comparison.toml"
     lines = command_lines(path, OPTIONS)
     assert {"digits-small", "mnist"} < set(lines)
@@ -356,13 +356,13 @@ def test_the_example_is_read_whole_and_runs(call, tmp_path, monkeypatch, capsys)
     assert list(settings(report)["methods"]) == ["FedAsync", "FedGS", "AsyncBezier(degree=3)"]
 
 
-def test_the_protocol_of_asynchronous_training_uses_its_test_seeds_and_validation_seed():
+def test_asynchrony_protocol_uses_its_test_and_validation_seeds():
     path = ROOT / "benchmarks" / "asynchrony" / "runs.toml"
     tables = {name: parsed(words) for name, words in command_lines(path, OPTIONS).items()}
     for name, options in tables.items():
         assert (options["first_seed"], options["seeds"], options["tune_seeds"]) == (200, 5, 1), name
         assert options["tune"] == ("concurrency" not in name and "lognormal" not in name), name
-        # A set rate is not searched.
+        # Tuning does not apply to a rate that is set explicitly.
         assert not (options["tune"] and options["rate"]), name
         methods(options["methods"], options["rate"] or [])
     for task in ("fashion", "shakespeare", "watch"):

@@ -44,7 +44,7 @@ def write_idx(folder, part, count, side=28):
     return pixels, labels
 
 
-def test_a_folder_of_images_with_both_parts_has_a_test_split(tmp_path):
+def test_an_idx_folder_with_train_and_t10k_files_has_a_test_split(tmp_path):
     folder = tmp_path / "fashion"
     folder.mkdir()
     pixels, labels = write_idx(folder, "train", 30)
@@ -77,7 +77,7 @@ def test_fashion_mnist_is_read_from_the_files_of_the_debian_package(tmp_path):
     assert torch.bincount(dataset.labels).tolist() == [7000] * 10
 
 
-def test_a_test_split_that_came_with_the_data_is_what_is_held_out(tmp_path):
+def test_the_test_split_of_the_data_is_the_held_out_set(tmp_path):
     write_idx(tmp_path, "train", 60)
     write_idx(tmp_path, "t10k", 40)
     made = load_dataset(f"idx:{tmp_path}")
@@ -88,7 +88,7 @@ def test_a_test_split_that_came_with_the_data_is_what_is_held_out(tmp_path):
         FederatedDataset.split(made, 4, partition=iid_partition, seed=0, holdout=0.2)
 
 
-def test_speeches_are_put_together_by_speaker_and_every_character_is_told_the_next(tmp_path):
+def test_speeches_are_joined_by_speaker_and_labels_are_the_next_characters(tmp_path):
     (tmp_path / "input.txt").write_text(PLAY)
     made = load_dataset(f"shakespeare:{tmp_path},length=5")
     letters = sorted(set(PLAY))
@@ -104,7 +104,7 @@ def test_speeches_are_put_together_by_speaker_and_every_character_is_told_the_ne
         load_dataset(f"shakespeare:{tmp_path},length=100")
 
 
-def test_plays_of_a_text_begin_at_their_first_speeches(tmp_path):
+def test_plays_start_at_their_first_speeches(tmp_path):
     openings = list(PLAY_OPENINGS.items())[:3]
     speeches = [f"{name}:\n{line}\nAnd more." for _, (name, line) in openings]
     (tmp_path / "input.txt").write_text("\n\n".join(f"{one}\n\nMessenger:\nNews for you." for one in speeches))
@@ -116,7 +116,7 @@ def test_plays_of_a_text_begin_at_their_first_speeches(tmp_path):
     for text, (_, (_, line)) in zip(by_play, openings, strict=True):
         assert text.startswith(line)
         assert text.endswith("News for y")
-    # By speaker, the messengers of the three plays are one user.
+    # If the users are speakers, the messengers of the three plays are one user.
     speakers = load_dataset(f"shakespeare:{tmp_path},length=5").user_ids
     assert torch.bincount(speakers).shape == (4,)
     federation = FederatedDataset.split(made, 2, partition=partition("natural:clients=2"), seed=0)
@@ -124,7 +124,7 @@ def test_plays_of_a_text_begin_at_their_first_speeches(tmp_path):
     assert sorted(used.tolist()) == list(range(len(made.labels)))
 
 
-def test_a_folder_has_a_play_in_each_file(tmp_path):
+def test_each_file_of_a_folder_is_one_play(tmp_path):
     for title in ("hamlet", "macbeth"):
         (tmp_path / f"{title}.txt").write_text(f"Messenger:\nNews of {title}.\n\nPorter:\nKnock, knock, {title}!\n")
     assert load_dataset(f"shakespeare:{tmp_path},length=5,users=play").user_ids.tolist() == [0] * 6 + [1] * 7
@@ -133,7 +133,7 @@ def test_a_folder_has_a_play_in_each_file(tmp_path):
     assert load_dataset(f"shakespeare:{tmp_path},length=5,users=play").user_ids.tolist() == [0] * 6
 
 
-def test_a_text_without_a_known_first_speech_has_no_plays(tmp_path):
+def test_a_text_without_a_known_first_speech_is_rejected(tmp_path):
     (tmp_path / "input.txt").write_text(PLAY)
     with pytest.raises(
         ArgumentError, match="shakespeare: path: .*expected the first speech of one of Coriolanus.*Romeo"
@@ -158,7 +158,7 @@ def test_tiny_shakespeare_has_nine_plays():
 
 
 @pytest.mark.parametrize("model", ["gru:hidden=8,layers=2", "transformer:width=8,heads=2,layers=1"])
-def test_text_by_speaker_trains(tmp_path, model):
+def test_models_learn_text_with_one_client_per_speaker(tmp_path, model):
     (tmp_path / "input.txt").write_text(PLAY + "\n\n".join(f"Voice {i}:\n{'to be or not ' * 6}" for i in range(4)))
     made = load_dataset(f"shakespeare:{tmp_path},length=8", model)
     federation = FederatedDataset.split(made, 3, partition=natural_partition, seed=0, batch=4)
@@ -168,7 +168,7 @@ def test_text_by_speaker_trains(tmp_path, model):
     assert found.accuracy[-1] > found.accuracy[0]
 
 
-def test_a_transformer_does_not_see_what_is_to_come():
+def test_transformer_is_causal():
     torch.manual_seed(0)
     model = models.transformer(Signature((6,), 9, 9, per_token=True), width=8, heads=2, layers=2)
     tokens = torch.arange(6)[None] % 9
@@ -190,8 +190,8 @@ def test_a_transformer_does_not_see_what_is_to_come():
     ],
     ids=["gru", "transformer", "mlp", "cnn group", "cnn batch"],
 )
-def test_a_model_has_the_loss_of_its_point(make):
-    """A recurrent layer keeps a second list of its weights: a point must not leave it behind."""
+def test_the_loss_of_a_point_equals_the_loss_of_the_loaded_model(make):
+    """A recurrent layer stores a second list of its weights. Loading a point must update this list as well."""
     torch.manual_seed(0)
     model = make()
     of = make.args[0]
@@ -211,7 +211,7 @@ def leaf_folder(folder, part, users):
     (folder / part / "all_data_0.json").write_text(json.dumps(content))
 
 
-def test_leaf_has_users_and_a_test_split(tmp_path):
+def test_leaf_data_has_users_and_a_test_split(tmp_path):
     image = [i / 784 for i in range(784)]
     leaf_folder(tmp_path, "train", {"f1": ([image, image], [3, 61]), "f2": ([image], [0])})
     leaf_folder(tmp_path, "test", {"f2": ([image], [5]), "f3": ([image], [1])})
@@ -223,7 +223,7 @@ def test_leaf_has_users_and_a_test_split(tmp_path):
     assert made.model()(made.inputs).shape == (5, 62)
 
 
-def test_the_hierarchies_of_leaf_are_users(tmp_path):
+def test_leaf_hierarchies_can_be_the_users(tmp_path):
     leaf_folder(
         tmp_path, "train", {"ACT_A": ([[1.0], [2.0]], [0, 1]), "ACT_B": ([[3.0]], [1]), "BET_A": ([[4.0]], [0])}
     )
@@ -239,7 +239,7 @@ def test_the_hierarchies_of_leaf_are_users(tmp_path):
         load_dataset(f"leaf:{tmp_path},users=hierarchy")
 
 
-def test_text_of_leaf_tells_the_character_after_a_line(tmp_path):
+def test_leaf_text_is_labelled_with_the_next_character(tmp_path):
     leaf_folder(tmp_path, "train", {"one": (["abca", "bcab"], ["b", "c"])})
     made = load_dataset(f"leaf:{tmp_path}")
     assert made.inputs.tolist() == [[0, 1, 2, 0], [1, 2, 0, 1]]
@@ -248,19 +248,19 @@ def test_text_of_leaf_tells_the_character_after_a_line(tmp_path):
     assert made.model()(made.inputs).shape == (2, 3)
 
 
-def test_leaf_with_test_samples_alone_has_no_test_split(tmp_path):
+def test_leaf_folder_without_training_samples_has_no_test_split(tmp_path):
     leaf_folder(tmp_path, "test", {"one": ([[1.0], [2.0]], [0, 1]), "two": ([[3.0]], [1])})
     assert load_dataset(f"leaf:{tmp_path}").test_mask is None
 
 
-def test_numbers_of_leaf_may_have_characters_for_labels(tmp_path):
+def test_numeric_leaf_samples_may_have_character_labels(tmp_path):
     leaf_folder(tmp_path, "train", {"one": ([[1.0], [2.0]], ["b", "a"])})
     made = load_dataset(f"leaf:{tmp_path}")
     assert made.labels.tolist() == [1, 0]
     assert made.model()(made.inputs).shape == (2, 2)
 
 
-def test_a_mark_of_utf_8_is_no_text(tmp_path):
+def test_utf_8_byte_order_mark_is_ignored(tmp_path):
     (tmp_path / "plain.txt").write_text(PLAY, encoding="utf-8")
     (tmp_path / "marked.txt").write_text(PLAY, encoding="utf-8-sig")
     plain, marked = (load_dataset(f"shakespeare:{tmp_path}/{name}.txt,length=5") for name in ("plain", "marked"))
@@ -294,13 +294,13 @@ def test_a_mark_of_utf_8_is_no_text(tmp_path):
     ],
     ids=range(19),
 )
-def test_junk_in_json_is_named_with_its_folder(tmp_path, content, said):
+def test_invalid_leaf_json_is_rejected(tmp_path, content, said):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ArgumentError, match=f"data: leaf: folder: {tmp_path}.*{said}"):
         load_dataset(f"leaf:{tmp_path}")
 
 
-def test_arrays_of_ones_own(tmp_path):
+def test_npz_file_defines_a_dataset(tmp_path):
     place = tmp_path / "mine.npz"
     inputs = np.random.default_rng(0).normal(size=(6, 3))
     test = np.arange(6) > 3
@@ -314,7 +314,7 @@ def test_arrays_of_ones_own(tmp_path):
     assert load_dataset(f"npz:{place}").model()(torch.tensor([[1, 2]])).shape == (1, 3, 2)
 
 
-def test_arrays_of_label_sets(tmp_path):
+def test_npz_file_with_a_label_matrix_is_a_multi_label_dataset(tmp_path):
     file = tmp_path / "mine.npz"
     inputs, labels = np.random.default_rng(0).normal(size=(6, 3)), np.eye(3)[[0, 1, 2, 0, 1, 2]]
     for kind in (bool, np.float64):
@@ -360,14 +360,14 @@ def test_arrays_of_label_sets(tmp_path):
         ({"inputs": np.ones((2, 1)), "labels": np.zeros((2, 1), int)}, "labels: expected int64"),
     ],
 )
-def test_arrays_that_do_not_fit_are_named(tmp_path, arrays, said):
+def test_invalid_npz_arrays_are_rejected(tmp_path, arrays, said):
     place = tmp_path / "bad.npz"
     np.savez(place, **arrays)
     with pytest.raises(ArgumentError, match=f"data: npz: .*{said}"):
         load_dataset(f"npz:{place}")
 
 
-def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
+def test_a_user_module_defines_a_dataset(tmp_path, monkeypatch):
     (tmp_path / "my_data.py").write_text(
         "import torch\n"
         "from torch import nn\n"
@@ -422,18 +422,18 @@ def test_a_task_of_ones_own_module(tmp_path, monkeypatch):
         ("digits", "mlp:signature=3", "no option 'signature'"),
     ],
 )
-def test_what_is_wrong_is_named(source, model, said):
+def test_invalid_data_and_model_names_are_rejected(source, model, said):
     with pytest.raises(ArgumentError, match=said):
         load_dataset(source, model)
 
 
-def test_a_model_by_name_goes_to_other_processes():
+def test_a_dataset_with_a_named_model_can_be_pickled():
     made = load_dataset("digits", "mlp:hidden=5")
     back = pickle.loads(pickle.dumps(made))
     assert [p.shape for p in back.model().parameters()] == [p.shape for p in made.model().parameters()]
 
 
-def test_validation_samples_are_training_samples_and_the_test_set_stays_unseen():
+def test_validation_samples_come_from_the_training_set_only():
     made = load_dataset("digits")
     plain = FederatedDataset.split(made, 5, partition=iid_partition, seed=1)
     tuning = FederatedDataset.split(made, 5, partition=iid_partition, seed=1, validation=0.25)
@@ -445,7 +445,7 @@ def test_validation_samples_are_training_samples_and_the_test_set_stays_unseen()
     assert all((a == b).all() for a, b in zip(back.train, tuning.train, strict=True))
 
 
-def test_owners_who_are_few_are_refused():
+def test_natural_partition_requires_an_owner_for_each_client():
     made = LabelledDataset("points", torch.zeros(4, 2), torch.arange(4) % 2, lambda: nn.Linear(2, 2), 1.0)
     with pytest.raises(ArgumentError, match="user_ids: expected the owner of each sample"):
         FederatedDataset.split(made, 2, partition=natural_partition, seed=0)
@@ -462,21 +462,21 @@ def points(samples, **known):
 
 
 @pytest.mark.parametrize("known", [{}, {"user_ids": torch.arange(20) % 2}], ids=["unknown", "others"])
-def test_owners_that_a_user_names_hold(known):
+def test_user_ids_of_the_partition_override_those_of_the_dataset(known):
     mine = np.arange(20) // 10
     made = FederatedDataset.split(points(20, **known), 2, partition=partial(natural_partition, user_ids=mine), seed=0)
     parts = [sorted([*a, *b]) for a, b in zip(made.train, made.held_out, strict=True)]
     assert parts == [list(range(10)), list(range(10, 20))]
 
 
-def test_owners_of_a_task_serve_a_partition_that_has_none_of_its_own():
+def test_partition_without_user_ids_uses_those_of_the_dataset():
     made = FederatedDataset.split(
         points(20, user_ids=torch.arange(20) % 2), 2, partition=partial(natural_partition, user_ids=None), seed=0
     )
     assert [set(part % 2) for part in made.train] == [{0}, {1}]
 
 
-def test_somebody_has_something_left_to_train_on():
+def test_splits_without_training_samples_are_rejected():
     with pytest.raises(
         ArgumentError,
         match="clients: expected clients with enough samples to hold out a fraction of 0.9 .*, got 5 clients",
@@ -492,7 +492,7 @@ def test_somebody_has_something_left_to_train_on():
         FederatedDataset.split(tested, 2, partition=iid_partition, seed=0)
 
 
-def test_the_largest_owners_are_clients_or_any():
+def test_natural_partition_selects_the_largest_or_random_owners():
     owners = np.repeat(np.arange(5), [3, 9, 1, 7, 5])
     labels = np.zeros(len(owners), int)
     parts = natural_partition(labels, 3, np.random.default_rng(0), user_ids=owners)

@@ -1,4 +1,4 @@
-"""Default rates of named methods for other numbers of clients than those that they were tuned with."""
+"""Tests of default rates that are scaled to a number of clients other than that of the tuning runs."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def rates(names, **options):
 
 
 @pytest.mark.parametrize("concurrency", [None, 30, 40])
-def test_nothing_is_scaled_for_the_clients_of_the_tuning(concurrency):
+def test_rates_are_unchanged_for_the_number_of_clients_of_the_tuning(concurrency):
     names = [name for name in RULES if name != "generalizedasyncsgd"]
     chosen, lines = methods_with_scaled_rates(names, clients=30, concurrency=concurrency)
     assert lines == []
@@ -23,26 +23,26 @@ def test_nothing_is_scaled_for_the_clients_of_the_tuning(concurrency):
 
 
 @pytest.mark.parametrize(("clients", "concurrency"), [(10, 10), (10, 2), (10, 1), (100, 10), (1000, 1000), (1, 1)])
-def test_a_scaled_step_is_the_same_part_of_the_stability_limit(clients, concurrency):
+def test_a_scaled_step_is_the_same_fraction_of_the_stability_limit(clients, concurrency):
     found, lines = rates("asgd", clients=clients, concurrency=concurrency)
     step = found["ASGD"].rate / clients
     part = 3.0 / 30 / stability_limit(30)
-    # The rate has three digits.
+    # The scaled rate is rounded to three significant digits.
     assert step == pytest.approx(min(0.5, part * stability_limit(concurrency)), rel=6e-3)
     assert len(lines) == 1
 
 
 @pytest.mark.parametrize(("clients", "rate"), [(10, 1.0), (30, 1.0), (100, 0.529), (1000, 0.163)])
-def test_the_rate_of_a_buffer_is_only_scaled_down(clients, rate):
+def test_the_rate_of_a_buffered_rule_is_never_scaled_up(clients, rate):
     found, lines = rates("fedbuff,fedavg", clients=clients)
     assert found["FedBuff"].rate == rate
     assert found["FedBuff"].rate <= stability_limit(clients, 5)
-    assert found["FedAvg"].rate == 1.0  # cohorts that wait have no staleness
+    assert found["FedAvg"].rate == 1.0  # A synchronous cohort has no staleness.
     assert len(lines) == (rate < 1)
 
 
 @pytest.mark.parametrize("clients", [2, 3, 6, 12, 50, 300])
-def test_no_scaled_rate_is_above_the_stability_limit(clients):
+def test_scaled_rates_do_not_exceed_the_stability_limit(clients):
     for made in methods_with_scaled_rates(list(RULES.keys() - {"defedavg"}), clients=clients)[0]:
         rule = made.bind(range(clients)).rule
         if rule.cohort > 1 or getattr(rule, "rate_kind", "") not in ("step", "mean"):
@@ -52,7 +52,7 @@ def test_no_scaled_rate_is_above_the_stability_limit(clients):
         assert step_size <= stability_limit(clients, size), made.name
 
 
-def test_only_rates_that_weights_multiply_are_scaled_and_only_defaults():
+def test_only_default_rates_that_multiply_weights_are_scaled():
     names = "fedortho,fedasync,momentum,fedavg,fedbuff,orthofl,fedadam,asgd:rate=3"
     names += ",tests.simulation.custom:Signs,fedgs,asynckrylov:rate=cosine,rate.end=0,rate.period=9"
     found, lines = methods_with_scaled_rates(names, ["fedgs=2"], clients=10)
@@ -71,7 +71,7 @@ def test_only_rates_that_weights_multiply_are_scaled_and_only_defaults():
         assert after[name] == before[name]
 
 
-def test_impossible_numbers_are_rejected():
+def test_numbers_below_one_are_rejected():
     with pytest.raises(ArgumentError, match="^clients: "):
         methods_with_scaled_rates("asgd", clients=0)
     with pytest.raises(ArgumentError, match="^concurrency: "):
@@ -79,7 +79,7 @@ def test_impossible_numbers_are_rejected():
 
 
 @pytest.mark.parametrize("clients", [10, 100, 1000])
-def test_the_rate_of_ace_is_scaled_in_proportion_to_one_over_the_number_of_clients(clients):
+def test_the_rate_of_ace_is_inversely_proportional_to_the_number_of_clients(clients):
     found, lines = rates("ace", clients=clients)
     tuned = methods(["ace"])[0].bind(range(30)).rule.rate
     assert found["ACE"](range(clients)).rate == pytest.approx(tuned * 30 / clients, rel=6e-3)

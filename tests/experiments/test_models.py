@@ -1,4 +1,4 @@
-"""The models of the papers: numbers of parameters, layers, causality, and training in a run."""
+"""Tests of the models of the papers: numbers of parameters, layers, causality, and training in a run."""
 
 import math
 
@@ -18,7 +18,7 @@ MNIST, FEMNIST = Signature((1, 28, 28), 10), Signature((1, 28, 28), 62)
 CIFAR10, CIFAR100 = Signature((3, 32, 32), 10), Signature((3, 32, 32), 100)
 
 
-def number(model):
+def num_parameters(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -30,27 +30,34 @@ def dense(inputs, outputs):
     return inputs * outputs + outputs
 
 
-def test_lenet5_has_the_parameters_of_the_papers():
-    # OrthoFL, Table 3: 44K. 28 -> 24 -> 12 -> 8 -> 4 pixels.
-    assert number(models.lenet5(MNIST)) == conv(1, 6, 5) + conv(6, 16, 5) + dense(256, 120) + dense(120, 84) + 850
-    assert round(number(models.lenet5(MNIST)) / 1000) == 44
-    # LeCun et al. (1998), with a dense second convolution: 32 -> 28 -> 14 -> 10 -> 5 pixels.
-    assert number(models.lenet5(MNIST, padding=2)) == number(models.lenet5(Signature((1, 32, 32), 10))) == 61_706
-    assert number(models.lenet5(FEMNIST)) == 44_426 + 52 * 85
+def test_lenet5_has_the_number_of_parameters_of_the_papers():
+    # Table 3 of OrthoFL states 44K parameters. The side lengths are 28, 24, 12, 8 and 4 pixels.
+    assert (
+        num_parameters(models.lenet5(MNIST)) == conv(1, 6, 5) + conv(6, 16, 5) + dense(256, 120) + dense(120, 84) + 850
+    )
+    assert round(num_parameters(models.lenet5(MNIST)) / 1000) == 44
+    # This is the network of LeCun et al. (1998) with a dense second convolution.
+    # The side lengths are 32, 28, 14, 10 and 5 pixels.
+    assert (
+        num_parameters(models.lenet5(MNIST, padding=2))
+        == num_parameters(models.lenet5(Signature((1, 32, 32), 10)))
+        == 61_706
+    )
+    assert num_parameters(models.lenet5(FEMNIST)) == 44_426 + 52 * 85
 
 
-def test_the_models_of_queue_have_the_layers_of_the_paper():
-    # 28 -> 22 -> 16 -> 8 pixels.
-    assert number(models.cnn7x7(MNIST)) == conv(1, 20, 7) + conv(20, 40, 7) + dense(40 * 64, 10) == 65_850
+def test_cnn7x7_and_blockcnn_have_the_number_of_parameters_of_their_paper():
+    # The side lengths are 28, 22, 16 and 8 pixels.
+    assert num_parameters(models.cnn7x7(MNIST)) == conv(1, 20, 7) + conv(20, 40, 7) + dense(40 * 64, 10) == 65_850
     blocks = [(3, 32), (32, 32), (32, 64), (64, 64), (64, 128), (128, 128)]
     body = sum(conv(*pair, 3) + 2 * pair[1] for pair in blocks)
-    # 32 -> 16 -> 8 -> 4 pixels.
-    assert number(models.blockcnn(CIFAR10)) == body + dense(128 * 16, 128) + dense(128, 10) == 551_466
-    assert number(models.blockcnn(CIFAR100)) == body + dense(128 * 16, 128) + dense(128, 100)
-    assert number(models.blockcnn(CIFAR10, groups=32)) == 551_466
+    # The side lengths are 32, 16, 8 and 4 pixels.
+    assert num_parameters(models.blockcnn(CIFAR10)) == body + dense(128 * 16, 128) + dense(128, 10) == 551_466
+    assert num_parameters(models.blockcnn(CIFAR100)) == body + dense(128 * 16, 128) + dense(128, 100)
+    assert num_parameters(models.blockcnn(CIFAR10, groups=32)) == 551_466
 
 
-def test_lenet5_and_cnn7x7_are_their_layers():
+def test_lenet5_and_cnn7x7_equal_the_composition_of_their_layers():
     torch.manual_seed(0)
     inputs = torch.randn(3, 1, 28, 28)
     for activation in (torch.relu, torch.tanh):
@@ -66,7 +73,7 @@ def test_lenet5_and_cnn7x7_are_their_layers():
     torch.testing.assert_close(model(inputs), functional.max_pool2d(hidden, 2).flatten(1) @ w[4].T + w[5])
 
 
-def test_blockcnn_normalises_after_relu_and_drops_out_only_in_training():
+def test_blockcnn_normalises_after_relu_and_applies_dropout_only_in_training():
     torch.manual_seed(0)
     model = models.blockcnn(CIFAR10)
     names = [type(layer).__name__ for layer in model]
@@ -81,17 +88,17 @@ def test_blockcnn_normalises_after_relu_and_drops_out_only_in_training():
 SHAKESPEARE = Signature((80,), 65, 65, per_token=True)
 
 
-def test_gpt_has_the_width_of_the_paper_and_heads_that_divide_it():
+def test_gpt_has_the_width_of_the_paper_and_requires_heads_that_divide_it():
     layer = 4 * 128 + dense(128, 384) + dense(128, 128) + dense(128, 512) + dense(512, 128)
     for tokens in (65, 80):
         model = models.gpt(Signature((80,), tokens, tokens))
-        assert number(model) == 6 * layer + (tokens + 80) * 128 + 2 * 128 == 1_200_128 + 128 * tokens
-    assert number(models.gpt(SHAKESPEARE, heads=4)) == number(models.gpt(SHAKESPEARE))
+        assert num_parameters(model) == 6 * layer + (tokens + 80) * 128 + 2 * 128 == 1_200_128 + 128 * tokens
+    assert num_parameters(models.gpt(SHAKESPEARE, heads=4)) == num_parameters(models.gpt(SHAKESPEARE))
     with pytest.raises(ArgumentError, match="width: expected a multiple of 6 heads, got 128"):
         models.gpt(SHAKESPEARE, heads=6)
 
 
-def test_gpt_has_the_initial_weights_of_gpt2():
+def test_gpt_is_initialised_like_gpt2():
     torch.manual_seed(0)
     model = models.gpt(SHAKESPEARE)
     assert model.head.weight is model.embedding.weight
@@ -102,19 +109,19 @@ def test_gpt_has_the_initial_weights_of_gpt2():
             (layer.attention.project.weight, 0.02 / math.sqrt(12)),
             (layer.shrink.weight, 0.02 / math.sqrt(12)),
         ):
-            # The relative deviation of a sample deviation of 16,384 normal numbers is 0.0055.
+            # The sample standard deviation of 16,384 normal numbers has a relative standard error of 0.0055.
             assert weight.std().item() == pytest.approx(std, rel=0.03)
         assert not layer.shrink.bias.any()
-    # Another number of classes has its own last layer.
-    assert number(models.gpt(Signature((80,), 3, 65))) == number(model) + 3 * 128
+    # If the number of classes differs from the number of tokens, the last layer has its own weights.
+    assert num_parameters(models.gpt(Signature((80,), 3, 65))) == num_parameters(model) + 3 * 128
 
 
-def test_gpt_has_the_scores_of_the_layers_of_torch():
+def test_gpt_equals_transformer_layers_of_torch():
     torch.manual_seed(0)
     model = models.gpt(Signature((9,), 13, 13, per_token=True), width=8, heads=2, layers=2).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Away from the initial values, where biases are zero and scales are one.
+            # The noise moves the parameters away from their initial values, where biases are 0 and scales are 1.
             parameter.add_(0.3 * torch.randn_like(parameter))
     tokens = torch.randint(0, 13, (3, 9))
     features = model.embedding.weight[tokens] + model.places.weight
@@ -136,7 +143,7 @@ def test_gpt_has_the_scores_of_the_layers_of_torch():
     torch.testing.assert_close(model(tokens), scores.transpose(1, 2))
 
 
-def test_gpt_does_not_see_later_tokens():
+def test_gpt_is_causal():
     torch.manual_seed(0)
     model = models.gpt(Signature((6,), 9, 9, per_token=True), width=8, heads=2, layers=2).eval()
     tokens = torch.arange(6)[None]
@@ -158,14 +165,14 @@ def test_gpt_does_not_see_later_tokens():
     ],
     ids=["lenet5", "cnn7x7", "blockcnn", "gpt"],
 )
-def test_a_model_has_the_loss_of_its_point(make, shape):
-    """Shared weights of `gpt` are one part of the point."""
+def test_the_loss_of_a_point_equals_the_loss_of_the_loaded_model(make, shape):
+    """The point contains the tied weights of `gpt` once."""
     torch.manual_seed(0)
     model = make()
     inputs = torch.randint(0, 7, (4, *shape)) if len(shape) == 1 else torch.randn(4, *shape)
     labels = torch.randint(0, 7, (4,))
     space = ParameterSpace.of(model)
-    assert space.point(model).numel() == number(model)
+    assert space.point(model).numel() == num_parameters(model)
     theta = space.point(model) + 0.1
     loss = space.loss(model, functional.cross_entropy)(theta, (inputs, labels))
     space.load(model, theta)
@@ -173,7 +180,7 @@ def test_a_model_has_the_loss_of_its_point(make, shape):
 
 
 @pytest.mark.parametrize("name", ["fedasync", "orthofl", "asyncbezier"])
-def test_gpt_with_dropout_trains_to_the_same_bits_in_every_executor(name, tmp_path):
+def test_gpt_with_dropout_is_bitwise_equal_in_every_executor(name, tmp_path):
     (tmp_path / "input.txt").write_text(f"Romeo:\n{'to be or not ' * 30}\n\nJuliet:\n{'a rose is ' * 30}\n")
     made = load_dataset(f"shakespeare:{tmp_path},length=8", "gpt:width=16,heads=2,layers=1")
     federation = FederatedDataset.split(made, 2, partition=iid_partition, seed=0, batch=16)
@@ -199,13 +206,13 @@ def test_gpt_with_dropout_trains_to_the_same_bits_in_every_executor(name, tmp_pa
         (lambda: models.gpt(SHAKESPEARE, layers=0), "layers: expected an integer >= 1"),
     ],
 )
-def test_unsuitable_data_and_options_are_refused(call, words):
+def test_unsuitable_data_and_options_are_rejected(call, words):
     with pytest.raises(ArgumentError, match=words):
         call()
 
 
-def test_models_have_names_on_the_command_line(tmp_path):
+def test_models_can_be_selected_by_name(tmp_path):
     images = np.zeros((20, 28, 28), dtype=np.float32)
     np.savez(tmp_path / "images.npz", inputs=images[:, None], labels=np.arange(20) % 10)
     for text, count in (("lenet5:padding=2", 61_706), ("lenet5", 44_426), ("cnn7x7", 65_850)):
-        assert number(load_dataset(f"npz:{tmp_path}/images.npz", text).model()) == count
+        assert num_parameters(load_dataset(f"npz:{tmp_path}/images.npz", text).model()) == count

@@ -17,7 +17,7 @@ HEADER = "# A comment with a colon: here\n@problemName vowels\n@classLabel true 
 
 
 def write_vowels(folder):
-    """Write utterances of the speakers 1 and 2: 12 coefficients, of which the first is the speaker's number."""
+    """Write utterances of the speakers 1 and 2 with 12 coefficients. The first coefficient is the speaker's number."""
     folder.mkdir()
     for name, lengths in zip(VOWELS_PARTS, ((2, 3, 4), (3, 5)), strict=True):
         lines = []
@@ -28,7 +28,7 @@ def write_vowels(folder):
     return folder
 
 
-def test_shorter_vowels_are_padded_with_zeros(tmp_path):
+def test_shorter_utterances_are_padded_with_zeros(tmp_path):
     made = load_dataset(f"japanese-vowels:{write_vowels(tmp_path / 'vowels')}")
     assert made.inputs.shape == (5, 12, 5)
     assert made.labels.tolist() == made.user_ids.tolist() == [0, 1, 0, 0, 1]
@@ -40,7 +40,7 @@ def test_shorter_vowels_are_padded_with_zeros(tmp_path):
     assert made.model()(made.inputs).shape == (5, 2)
 
 
-def test_vowels_are_found_in_a_package_that_is_not_imported(tmp_path, monkeypatch):
+def test_vowels_are_read_without_importing_the_package(tmp_path, monkeypatch):
     data = tmp_path / "aeon" / "datasets" / "data"
     data.mkdir(parents=True)
     write_vowels(data / "JapaneseVowels")
@@ -50,7 +50,7 @@ def test_vowels_are_found_in_a_package_that_is_not_imported(tmp_path, monkeypatc
     assert len(load_dataset("japanese-vowels").labels) == 5
 
 
-def test_the_vowels_of_aeon():
+def test_japanese_vowels_of_aeon_have_the_published_sizes():
     if importlib.util.find_spec("aeon") is None:
         with pytest.raises(ArgumentError, match="japanese-vowels: expected aeon to be installed: pip install"):
             load_dataset("japanese-vowels")
@@ -62,7 +62,7 @@ def test_the_vowels_of_aeon():
     assert made.inputs[0, 0, 0].item() == pytest.approx(1.860936)
 
 
-def test_the_watches_of_seglearn():
+def test_watch_data_of_seglearn_has_the_published_sizes():
     if importlib.util.find_spec("seglearn") is None:
         with pytest.raises(ArgumentError, match="watch: expected seglearn to be installed: pip install seglearn"):
             load_dataset("watch")
@@ -74,7 +74,7 @@ def test_the_watches_of_seglearn():
     assert torch.bincount(made.labels).tolist() == [254, 389, 396, 363, 366, 294, 307]
     wrists = load_dataset("watch:users=wrist,length=947")
     assert torch.bincount(wrists.user_ids).shape == (20,)
-    # The windows of a recording are its consecutive samples.
+    # The windows of a recording contain consecutive samples.
     halves = load_dataset("watch:length=50").inputs
     np.testing.assert_array_equal(torch.cat([halves[0], halves[1]], dim=1), made.inputs[0])
     for text, message in (("users=arm", "users: expected one of"), ("length=948", "length: expected at most 947")):
@@ -82,7 +82,7 @@ def test_the_watches_of_seglearn():
             load_dataset(f"watch:{text}")
 
 
-def test_watches_train_with_a_client_per_subject():
+def test_watch_data_trains_with_one_client_per_subject():
     pytest.importorskip("seglearn")
     made = pickle.loads(pickle.dumps(load_dataset("watch", "mlp:hidden=16")))
     federation = FederatedDataset.split(made, 10, partition=natural_partition, seed=0)
@@ -103,13 +103,13 @@ def test_watches_train_with_a_client_per_subject():
         ("@data\n1,2\n", "line 2: expected channels"),
     ],
 )
-def test_bad_series_are_rejected(tmp_path, text, said):
+def test_invalid_time_series_are_rejected(tmp_path, text, said):
     (tmp_path / "bad.ts").write_text(text)
     with pytest.raises(ArgumentError, match=f"path: {tmp_path}/bad.ts: {said}"):
         read_ts(tmp_path / "bad.ts")
 
 
-def test_a_missing_file_of_series_is_rejected(tmp_path):
+def test_unreadable_time_series_files_are_rejected(tmp_path):
     with pytest.raises(ArgumentError, match=r"path: .*none\.ts: cannot be read: No such file"):
         read_ts(tmp_path / "none.ts")
     (tmp_path / "bytes.ts").write_bytes(b"\xff\xfe")
@@ -117,7 +117,7 @@ def test_a_missing_file_of_series_is_rejected(tmp_path):
         read_ts(tmp_path / "bytes.ts")
 
 
-def test_genes_of_river():
+def test_yeast_data_of_river_trains():
     made = load_dataset("yeast")
     assert made.inputs.shape == (2417, 103)
     assert made.labels.sum(0).long().tolist() == [
@@ -149,7 +149,7 @@ def test_genes_of_river():
         ("a,b\n1,2\n", "expected more than 14 columns, got 2"),
     ],
 )
-def test_invalid_files_of_genes_are_errors(tmp_path, text, message):
+def test_invalid_yeast_files_are_rejected(tmp_path, text, message):
     (tmp_path / "genes.csv").write_text(text)
     with pytest.raises(ArgumentError, match=f"data: yeast: path: .*genes.csv: {message}"):
         load_dataset(f"yeast:{tmp_path / 'genes.csv'}")

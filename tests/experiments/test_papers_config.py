@@ -1,4 +1,4 @@
-"""The settings of the papers in `examples/papers.toml`: every table is a valid comparison with the numbers of its paper."""
+"""Tests of `examples/papers.toml`: every table is a valid comparison with the settings of its paper."""
 
 import csv
 import shutil
@@ -28,33 +28,33 @@ SMALL = [name for name in LINES if name.endswith("-small")]
 
 
 def parsed(name):
-    """The options of a table, as the command receives them."""
+    """Return the parsed command-line options of a table."""
     return COMMAND.make_context("compare", list(LINES[name])).params
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A copy of the examples with measured delays, as the working directory."""
+    """A working directory with a copy of the examples and a file of measured delays."""
     shutil.copytree(EXAMPLES / "papers", tmp_path / "papers")
     (tmp_path / "delays.csv").write_text("client,computation_s,round_s\npi,1.0,2.0\npi,3.0,4.0\nphone,0.5,0.75\n")
     monkeypatch.chdir(tmp_path)
 
 
 def bound(name):
-    """The methods of a table, built for its clients."""
+    """Return the methods of a table, bound to its clients."""
     options = parsed(name)
     made, scaled = methods_with_scaled_rates(
         options["methods"], list(options["rate"] or ()), clients=options["clients"],
         concurrency=options["concurrency"], buffer=options["buffer"],
     )  # fmt: skip
-    # Every rate is the paper's, unless the table searches it.
+    # Every rate is that of the paper, unless the table tunes its rates.
     assert options["tune"] or not scaled
     return [one.bind(range(options["clients"])) for one in made]
 
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("name", LINES)
-def test_every_table_is_a_comparison(name):
+def test_every_table_is_a_valid_comparison(name):
     options = parsed(name)
     assert bound(name)
     assert parse_spec("data", options["data"], DATASETS).name in DATASETS
@@ -77,7 +77,7 @@ def test_every_table_is_a_comparison(name):
 
 
 def fields(name, rule):
-    """The rules of a class and their trainers in a table."""
+    """Return the rules of a class in a table, each with its trainer."""
     return [(one.rule, one.trainer) for one in bound(name) if isinstance(one.rule, rule)]
 
 
@@ -88,7 +88,7 @@ def fields(name, rule):
         ("manifold-shakespeare", [5.0, 5.0, 2.5, 2.5, 2.0, 1.5, 1.5, 1.0]),
     ],
 )
-def test_manifold_has_the_rates_of_table_3(name, rates):
+def test_manifold_tables_have_the_rates_of_table_3(name, rates):
     made, options = bound(name), parsed(name)
     assert [type(one.rule).__name__ for one in made] == [
         *("FedAsync", "FedOrtho", "FedGS", "DCASGD", "FedBuff", "AsyncFedED", "AsyncBezier", "AsyncBezier")
@@ -106,7 +106,7 @@ def test_manifold_has_the_rates_of_table_3(name, rates):
     assert fields(name, rules.FedBuff)[0][0].size == 10
 
 
-def test_manifold_assigns_whole_plays_to_30_clients():
+def test_manifold_shakespeare_assigns_whole_plays_to_30_clients():
     options = parsed("manifold-shakespeare")
     split = workloads.partition(options["partition"])
     plays = np.repeat(np.arange(35), 20)
@@ -129,7 +129,7 @@ def test_the_report_has_eight_clients_with_sizes_in_proportion_to_their_index():
 
 
 @pytest.mark.usefixtures("folder")
-def test_orthofl_has_the_settings_of_d_3():
+def test_orthofl_tables_have_the_settings_of_appendix_d_3():
     for name in [name for name in LINES if name.startswith("orthofl-mnist")]:
         options = parsed(name)
         assert (options["clients"], options["model"]) == (10, "lenet5")
@@ -148,7 +148,7 @@ def column(name, key):
         return np.array([float(row[key]) for row in csv.DictReader(file)])
 
 
-def test_queue_has_the_rates_and_routings_of_the_paper():
+def test_queue_files_have_the_rates_and_routings_of_the_paper():
     constants = {"smoothness": 1.0, "noise": 209.0, "gap": 15.0}
     for count, scale, rate in ((20, 100, 0.01), (10, 50, 0.005)):
         speeds = np.exp(np.arange(1, count + 1) / scale)
@@ -173,7 +173,7 @@ def test_queue_has_the_rates_and_routings_of_the_paper():
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("name", [name for name in LINES if name.startswith("queue") and name not in SMALL])
-def test_queue_has_the_settings_of_5_1_5_2_and_g_3(name):
+def test_queue_tables_have_the_settings_of_sections_5_1_5_2_and_g_3(name):
     options = parsed(name)
     assert options["batch"] == 512
     assert {one.rule.rate for one in bound(name)} == {0.005 if name.endswith("disjoint") else 0.01}
@@ -187,7 +187,7 @@ def test_queue_has_the_settings_of_5_1_5_2_and_g_3(name):
     assert (options["augment"] is not None) == cifar
 
 
-def test_small_tables_need_no_files_of_the_user():
+def test_small_tables_require_no_user_files():
     assert {name.partition("-")[0] for name in SMALL} == {"manifold", "orthofl", "queue", "masfl", "report"}
     for name in SMALL:
         options = parsed(name)

@@ -1,4 +1,4 @@
-"""IDX files: what is written is read back, and what is damaged is refused by name."""
+"""Tests of IDX files: round trips, damaged files, and the file names of MNIST."""
 
 import gzip
 import itertools
@@ -18,20 +18,20 @@ CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 
 
 def idx(array):
-    """The bytes of an IDX file, as its specification has them."""
+    """Encode an array as an IDX file, as the specification defines it."""
     kind = array.dtype.str[1:]
     header = bytes([0, 0, CODES[kind], array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
     return header + array.astype(array.dtype.newbyteorder(">")).tobytes()
 
 
 def numbers(seed, kind, shape):
-    """Any bit patterns of a dtype, NaNs and infinities among them."""
+    """Return random bit patterns of a dtype, including NaNs and infinities."""
     size = int(np.prod(shape)) * np.dtype(kind).itemsize
     return np.frombuffer(np.random.default_rng(seed).bytes(size), kind).reshape(shape)
 
 
 def packed(data):
-    """Gzipped, the same at every time of day."""
+    """Compress data with gzip and a fixed time stamp, so that the bytes are reproducible."""
     return gzip.compress(data, mtime=0)
 
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 
 @given(seeds, st.sampled_from(sorted(CODES)), st.lists(st.integers(0, 5), min_size=1, max_size=4), st.booleans())
-def test_reading_is_the_inverse_of_writing_bit_for_bit(folder, seed, kind, shape, gzipped):
+def test_idx_round_trip_is_bitwise_exact(folder, seed, kind, shape, gzipped):
     array = numbers(seed, kind, shape)
     path = folder / "file"
     path.write_bytes(packed(idx(array)) if gzipped else idx(array))
@@ -50,14 +50,14 @@ def test_reading_is_the_inverse_of_writing_bit_for_bit(folder, seed, kind, shape
     assert read.tobytes() == array.tobytes()
 
 
-def test_what_is_read_can_be_written_to(folder):
+def test_idx_tensors_are_writable(folder):
     path = folder / "bytes"
     path.write_bytes(idx(np.zeros(3, "u1")))
     assert read_idx(str(path)).add_(1).tolist() == [1, 1, 1]
 
 
 @given(seeds, st.booleans(), st.data())
-def test_a_file_cut_anywhere_is_refused_by_name(folder, seed, gzipped, data):
+def test_truncated_idx_files_are_rejected(folder, seed, gzipped, data):
     whole = idx(numbers(seed, "i2", (2, 3)))
     whole = packed(whole) if gzipped else whole
     path = folder / "cut"
@@ -85,21 +85,21 @@ GOOD = idx(np.arange(6, dtype="u1").reshape(2, 3))
         (packed(GOOD)[:-8] + bytes(8), "expected a whole gzip file, but: CRC check failed"),
         (packed(GOOD)[:10] + b"\xff" * 20, "expected a whole gzip file"),
         (packed(GOOD) + b"tail", "expected a whole gzip file"),
-        # A product of dimensions that an int64 would wrap to 0.
+        # The product of these dimensions wraps to 0 in int64.
         (bytes([0, 0, 8, 3]) + b"\xff" * 12, "expected .* bytes of numbers"),
         (bytes([0, 0, 8, 2]) + struct.pack(">2I", 2**31, 2**31), "expected .* bytes of numbers"),
         (bytes([0, 0, 14, 4]) + struct.pack(">4I", 2**31, 2**31, 2**31, 0), "expected dimensions of an array"),
     ],
     ids=itertools.count(),
 )  # fmt: skip
-def test_a_damaged_file_is_refused_by_name(folder, contents, words):
+def test_damaged_idx_files_are_rejected(folder, contents, words):
     path = folder / "damaged"
     path.write_bytes(contents)
     with pytest.raises(ArgumentError, match=f"^path: {path}: .*{words}"):
         read_idx(path)
 
 
-def test_what_is_no_file_is_refused_by_name(folder):
+def test_missing_files_and_folders_are_rejected(folder):
     with pytest.raises(ArgumentError, match="absent: cannot be read: No such file"):
         read_idx(folder / "absent")
     with pytest.raises(ArgumentError, match="cannot be read: Is a directory"):
@@ -107,7 +107,7 @@ def test_what_is_no_file_is_refused_by_name(folder):
 
 
 def written(folder, part="t10k", mark="-", suffix="", pixels=None, labels=None):
-    """A data set of seven images, the first pixel of each its label times 20."""
+    """Write a data set of seven images. The first pixel of each image is 20 times its label."""
     labels = np.arange(7, dtype="u1") if labels is None else labels
     if pixels is None:
         pixels = np.zeros((7, 28, 28), "u1")
@@ -121,21 +121,21 @@ def written(folder, part="t10k", mark="-", suffix="", pixels=None, labels=None):
 @pytest.mark.parametrize("part", ["train", "t10k"])
 @pytest.mark.parametrize("mark", ["-", "."])
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_images_are_found_under_each_usual_name(tmp_path, part, mark, suffix):
+def test_images_are_found_under_each_common_file_name(tmp_path, part, mark, suffix):
     inputs, targets = read_images(written(tmp_path, part, mark, suffix), part)
     assert (inputs.dtype, inputs.shape) == (torch.float32, (7, 1, 28, 28))
     assert (targets.dtype, targets.tolist()) == (torch.int64, list(range(7)))
-    # One division of two float32 numbers, correctly rounded.
+    # The reader divides float32 numbers once, with correct rounding.
     assert torch.equal(inputs[:, 0, 0, 0], torch.arange(0, 140, 20) / 255)
     assert inputs[:, :, 1:].count_nonzero() == 0
 
 
-def test_white_is_one(tmp_path):
+def test_pixel_value_255_is_read_as_one(tmp_path):
     inputs, _ = read_images(written(tmp_path, pixels=np.full((7, 28, 28), 255, "u1")))
     assert (inputs == 1).all()
 
 
-def test_a_missing_file_lists_what_was_looked_for(tmp_path):
+def test_error_for_missing_images_lists_the_expected_file_names(tmp_path):
     with pytest.raises(ArgumentError) as refused:
         read_images(tmp_path)
     for name in ("images-idx3-ubyte", "images-idx3-ubyte.gz", "images.idx3-ubyte", "images.idx3-ubyte.gz"):
@@ -154,11 +154,11 @@ def test_a_missing_file_lists_what_was_looked_for(tmp_path):
         ({"labels": np.zeros((7, 1), "u1")}, "labels-idx1-ubyte: expected bytes"),
     ],
 )  # fmt: skip
-def test_arrays_of_another_shape_are_refused_by_file(tmp_path, arrays, words):
+def test_arrays_of_wrong_shape_or_dtype_are_rejected(tmp_path, arrays, words):
     with pytest.raises(ArgumentError, match=words):
         read_images(written(tmp_path, **arrays))
 
 
-def test_an_unknown_part_is_refused(tmp_path):
+def test_an_unknown_part_is_rejected(tmp_path):
     with pytest.raises(ArgumentError, match="part: expected one of train, t10k; got 'test'"):
         read_images(tmp_path, "test")

@@ -1,4 +1,4 @@
-"""Methods by name: every rule is there, learns, and has the options that its fields and its trainer's are."""
+"""Tests of named methods: every rule is a method, learns, and accepts its fields and those of its trainer."""
 
 import functools
 import inspect
@@ -32,8 +32,8 @@ def bound(text, clients=CLIENTS):
     return method(text).bind(clients)
 
 
-def test_every_rule_says_its_trainer_and_every_trainer_its_options():
-    """A new rule is a method by being exported; here it is told that its trainer is missing."""
+def test_every_exported_rule_and_trainer_is_registered():
+    """A new rule is a method once its module exports it. This test fails if the rule has no registered trainer."""
     exported = {name.lower(): getattr(rules, name) for name in rules.__all__}
     assert set(RULES) == {name for name, made in exported.items() if isinstance(made, type) and hasattr(made, "step")}
     assert set(exported) - set(RULES) == {"dominance"}
@@ -43,7 +43,7 @@ def test_every_rule_says_its_trainer_and_every_trainer_its_options():
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_method_is_a_rule_and_its_trainer(name):
+def test_a_method_has_its_rule_and_its_default_trainer(name):
     made = bound(name)
     assert isinstance(made.rule, Rule)
     assert isinstance(made.trainer, Trainer)
@@ -57,10 +57,11 @@ def test_a_method_is_a_rule_and_its_trainer(name):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_method_learns(name):
-    """Six clients, thirty updates: nobody is refused, and three clouds of points are told apart."""
+def test_every_method_learns_to_classify_clusters(name):
+    """Six clients and thirty updates suffice to classify three clusters of points. The server rejects no update."""
     federation = FederatedDataset.split(clusters(), 6, partition=dirichlet(0.5), seed=0)
-    # Moments that begin at zero, and one model of two, at the low rates that suit the digits, take twice as many.
+    # These rules need twice as many updates: their moments start at zero, or they combine two models, and the default
+    # rates for the digits are low.
     slow = ("delayednesterov", "fadas", "heloco", "krum")
     ((scaled,), _) = methods_with_scaled_rates(name, clients=6)
     one = run(federation, scaled, num_updates=60 if name in slow else 30)
@@ -69,8 +70,8 @@ def test_every_method_learns(name):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_field_of_a_rule_is_an_option(name):
-    """What it is by default can be written down and is then the same; what cannot be is an object, which has a name."""
+def test_every_field_of_a_rule_is_an_option_of_its_method(name):
+    """Passing the default value as text gives an equal rule. A field whose default is an object has named values."""
     for field in fields(type(bound(name).rule)):
         default = getattr(bound(name).rule, field.name)
         if type(default) in (int, float, bool, str, type(None)):
@@ -83,7 +84,7 @@ def test_every_field_of_a_rule_is_an_option(name):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_every_field_of_a_trainer_is_an_option(name):
+def test_every_field_of_a_trainer_is_an_option_of_a_method(name):
     made = method(f"fedavg:trainer={name}").trainer
     for field in fields(type(made)):
         default = getattr(made, field.name)
@@ -94,7 +95,7 @@ def test_every_field_of_a_trainer_is_an_option(name):
             assert field.name in OPTION_READERS, field.name
 
 
-def test_options_go_to_the_rule_or_to_its_trainer():
+def test_options_are_assigned_to_the_rule_or_its_trainer():
     made = method("asyncbezier:threshold=auto,degree=3,epochs=2+1,rate=0.5,trainer.rate=0.002")
     assert (made.rule.threshold, made.rule.rate) == ("auto", 0.5)
     assert (made.trainer.degree, made.trainer.epochs, made.trainer.rate) == (3, (2, 1), 0.002)
@@ -107,7 +108,7 @@ def test_options_go_to_the_rule_or_to_its_trainer():
     assert path.rule.pull_back == "none"
 
 
-def test_objects_have_names():
+def test_options_accept_objects_by_name():
     for text, field, value in (
         ("fedasync:staleness=polynomial", "staleness", Polynomial()),
         ("fedasync:staleness=hinge,staleness.a=2,staleness.b=3", "staleness", Hinge(2, 3)),
@@ -139,7 +140,7 @@ def test_objects_have_names():
     assert (momentum.func, momentum.keywords) == (torch.optim.SGD, {"momentum": 0.9})
 
 
-def test_a_correction_that_needs_nothing_has_a_name():
+def test_corrections_without_arguments_are_named():
     plain = {
         "tangent",
         "position",
@@ -155,7 +156,7 @@ def test_a_correction_that_needs_nothing_has_a_name():
         assert isinstance(bound(f"asynccorrected:correction={name}").rule.correction, corrections.Correction), name
 
 
-def test_rules_are_made_for_the_clients_who_take_part():
+def test_bind_passes_the_clients_to_the_rule():
     assert bound("asynccurve").rule.clients == 10
     assert bound("asynccurve:clients=40").rule.clients == 40
     assert bound("masfl").rule.clients == bound("ca2fl").rule.clients == 10
@@ -165,19 +166,19 @@ def test_rules_are_made_for_the_clients_who_take_part():
     assert isinstance(bound("momentum:rule=masfl").trainer, trainers.ControlVariate)
 
 
-def test_a_client_that_calibrates_has_the_trainer_for_it():
+def test_the_client_protocol_of_orthofl_selects_the_calibrated_trainer():
     assert isinstance(method("orthofl").trainer, trainers.Local)
     assert isinstance(method("orthofl:protocol=client").trainer, trainers.Calibrated)
 
 
-def test_a_routing_comes_from_a_file(tmp_path):
+def test_a_routing_is_read_from_a_file(tmp_path):
     path = tmp_path / "routing.csv"
     path.write_text("client,group,share\n0,slow,0.25\n1,fast,0.75\n")
     made = bound(f"generalizedasyncsgd:routing=file,routing.path={path}", [0, 1])
     assert dict(made.rule.routing) == {0: 0.25, 1: 0.75}
 
 
-def test_rates_are_those_of_the_server():
+def test_rate_sets_the_rate_of_the_server():
     for name in RULES:
         option = RATE_FIELDS.get(name, "rate")
         if option.partition(".")[0] not in inspect.signature(type(bound(name).rule)).parameters:
@@ -190,7 +191,7 @@ def test_rates_are_those_of_the_server():
     assert methods("floco,fedgs", ["fedgs=2"])[1].rule.rate == 2
 
 
-def test_one_rule_comes_several_times():
+def test_one_rule_is_listed_several_times_with_different_options():
     names = [m.name for m in methods("asyncbezier,asyncbezier:threshold=auto,degree=3,fedgs")]
     assert names == ["AsyncBezier", "AsyncBezier(threshold=auto, degree=3)", "FedGS"]
     assert [m.name for m in methods(["fedavg:cohort=3", "fedavg"])] == ["FedAvg(cohort=3)", "FedAvg"]
@@ -214,24 +215,24 @@ OWN = "tests.simulation.custom"
         ("bound:epochs=2", "Bound(epochs=2)", custom.Signs(0.1), trainers.Local(epochs=2), "rate"),
     ],
 )  # fmt: skip
-def test_a_rule_of_ones_own_has_the_name_of_its_module(text, name, rule, trainer, rate):
+def test_a_user_rule_is_selected_by_module_and_name(text, name, rule, trainer, rate):
     assert bound(f"{OWN}:{text}") == Method(name, rule, trainer, rate)
 
 
-def test_a_rule_of_ones_own_need_not_be_a_dataclass():
+def test_a_user_rule_need_not_be_a_dataclass():
     made = method(f"{OWN}:Plain:rate=0.3")
     assert isinstance(made.rule, custom.Plain)
     assert made.rule.rate == 0.3
 
 
-def test_a_rule_by_its_module_is_the_one_by_its_name():
+def test_a_built_in_rule_selected_by_module_equals_the_named_method():
     for name in ("asyncbezier", "fedadam", "orthofl"):
         label = bound(name).name
         given = ",".join(f"{option}={text}" for option, text in RULES[name].items() if option != "trainer")
         assert bound(f"manifoldagg.federated.rules:{label}:{given}").rule == bound(name).rule
 
 
-def test_rules_of_ones_own_stand_among_others():
+def test_user_rules_and_built_in_methods_are_listed_together():
     names = f"fedgs, {OWN}:Signs : rate=0.1 , threshold=2,{OWN}:slow,fedbuff:size=3"
     found = methods(names)
     assert [one.name for one in found] == ["FedGS", "Signs(rate=0.1, threshold=2)", "slow", "FedBuff(size=3)"]
@@ -293,7 +294,7 @@ def test_rules_of_ones_own_stand_among_others():
         (lambda: methods(["floco"], ["floco=1"]), "rate: floco has no rate"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_in_one_line(call, words):
+def test_invalid_methods_are_rejected_with_a_message_of_one_line(call, words):
     with pytest.raises(ArgumentError) as caught:
         call()
     assert str(caught.value).startswith(words)
@@ -312,15 +313,15 @@ def test_what_is_wrong_is_said_in_one_line(call, words):
         ("correction=orthodc:0.5", corrections.OrthoDC(0.5)),
     ],
 )
-def test_a_correction_of_a_user_has_the_name_of_its_module(option, value):
+def test_a_user_correction_is_selected_by_module_and_name(option, value):
     made = method(f"asynccorrected:{option.format(OWN)}")
     assert made.rule == rules.AsyncCorrected(rate=3.0, correction=value)
-    # The options in the name tell methods apart in tables, in results and when a comparison resumes.
+    # The options in the name identify the method in tables, in results and when a comparison resumes.
     assert made.name == f"AsyncCorrected({option.format(OWN).replace(',', ', ')})"
     assert pickle.loads(pickle.dumps(made)).rule == made.rule
 
 
-def test_every_option_with_an_object_accepts_the_name_of_a_module():
+def test_every_object_option_accepts_a_module_and_a_name():
     assert method(f"fedasync:staleness={OWN}:age").rule.staleness is custom.age
     bound_age = method(f"fedasync:staleness={OWN}:age,staleness.power=1").rule.staleness
     assert bound_age(3) == 0.25
@@ -342,20 +343,20 @@ def page(name):
 
 
 def plain(entry):
-    """The options of an entry that do not follow from the clients."""
+    """Format the options of an entry that do not depend on the clients."""
     return ", ".join(
         f"`{name}={text}`" for name, text in entry.items() if name not in ("trainer", "clients", "routing")
     )
 
 
-def test_the_page_lists_every_method_as_it_is():
+def test_experiments_page_lists_every_method_with_its_options():
     rows = [line for line in page("experiments.md").splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     listed = {row[0].strip("`"): (row[1].strip("`"), row[2]) for row in cells if row[0].strip("`") in RULES}
     assert listed == {name: (entry.get("trainer", "local"), plain(entry)) for name, entry in RULES.items()}
 
 
-def refuses(rule):
+def rejects_curved_leaves(rule):
     try:
         rule.init(Sphere(3), torch.eye(3)[0])
     except ArgumentError as error:
@@ -363,25 +364,25 @@ def refuses(rule):
     return False
 
 
-def test_the_page_lists_the_rules_that_curved_leaves_refuse():
+def test_rules_page_lists_the_rules_that_reject_curved_leaves():
     text = " ".join(page("rules.md").split())
     pattern = r"reject curved parameters with an error that names the parameter\. These rules are (.*?)\. (.*?)\. "
     whole, options = re.search(pattern, text + " ").groups()
     listed = {name.lower().removeprefix("rules.") for name in re.findall(r"`([\w.]+)`", whole)}
-    assert listed == {name for name in RULES if refuses(bound(name).rule)}
+    assert listed == {name for name in RULES if rejects_curved_leaves(bound(name).rule)}
     assert '`threshold="auto"`' in options
-    assert refuses(bound("asyncbezier:threshold=auto").rule)
+    assert rejects_curved_leaves(bound("asyncbezier:threshold=auto").rule)
     assert '`overshoot="extend"`' in options
-    assert refuses(bound("asyncbezier:overshoot=extend").rule)
+    assert rejects_curved_leaves(bound("asyncbezier:overshoot=extend").rule)
 
 
-def test_the_page_promises_no_average_that_is_not_there():
+def test_rules_page_names_periodic_as_an_option_that_is_off_by_default():
     (row,) = [line for line in page("rules.md").splitlines() if line.startswith("| [`rules.AsyncCurve")]
     assert "`periodic=" in row
     assert bound("asynccurve").rule.periodic is None
 
 
-def test_a_tuned_rate_belongs_to_the_tuned_weighting():
+def test_the_tuned_rate_applies_to_the_tuned_weighting_only():
     assert method("fedasync").rule == method("fedasync:weighted=True").rule == rules.FedAsync(3.0, weighted=True)
     assert method("fedasync:weighted=False").rule == rules.FedAsync()
     assert method("fedasync:weighted=False,rate=0.5").rule == rules.FedAsync(0.5)
@@ -389,7 +390,7 @@ def test_a_tuned_rate_belongs_to_the_tuned_weighting():
     assert falling.start == rules.FedAsync().rate
 
 
-def test_another_value_of_an_option_discards_the_options_of_its_default():
+def test_a_non_default_object_discards_the_options_of_the_default_object():
     assert method("asynckrylov").trainer == method("asynckrylov:trainer=trajectory").trainer
     assert method("asynckrylov").trainer.pieces == 8
     assert method("asynckrylov:trainer=trajectory,trainer.pieces=4").trainer.pieces == 4

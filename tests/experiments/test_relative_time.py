@@ -1,4 +1,4 @@
-"""OrthoFL's relative time to a common target, with censored runs, and one-sided signed-rank tests."""
+"""Tests of OrthoFL's relative time to a common target, with censored runs, and of one-sided signed-rank tests."""
 
 import re
 from pathlib import Path
@@ -45,11 +45,12 @@ def test_the_target_is_a_fraction_of_the_lowest_mean_final_accuracy():
         common_target(methods, 0.0)
 
 
-def test_a_relative_time_is_paired_by_seed_and_a_censored_run_is_only_a_bound():
+def test_relative_times_are_paired_by_seed_and_censored_runs_give_a_bound():
     base = {0: logged([0, 10, 20], [0.1, 0.5, 0.8]), 1: logged([0, 10, 20], [0.1, 0.8, 0.8])}
     fast = {0: logged([0, 5, 40], [0.1, 0.8, 0.9]), 1: logged([0, 5, 40], [0.1, 0.2, 0.6])}
     found = relative_times({"p": {"FedAvg": base, "Fast": fast}})
-    # The target is 0.95 times 0.75. Seed 0 needs 5 of 20 seconds; seed 1 ends after 40 s and has not reached it.
+    # The target is 0.95 times 0.75. With seed 0, `Fast` needs 5 s and the baseline 20 s.
+    # With seed 1, `Fast` ends after 40 s without reaching the target.
     row = one(found, "Fast")
     assert row.target == pytest.approx(0.95 * 0.75)
     assert (row.seeds, row.num_censored, row.num_pairs, row.num_unpaired) == (2, 1, 1, 0)
@@ -71,7 +72,7 @@ def test_a_seed_without_a_time_of_the_baseline_is_unpaired():
 
 
 @given(st.lists(st.floats(0.1, 100), min_size=2, max_size=6), st.floats(0.01, 10), st.floats(0.01, 10))
-def test_a_relative_time_depends_on_the_ratio_of_the_clocks_only(steps, unit, factor):
+def test_relative_time_depends_only_on_the_ratio_of_the_time_units(steps, unit, factor):
     times = [0.0, *np.cumsum(steps)]
     accuracies = np.linspace(0.1, 0.9, len(times))
     runs = {
@@ -85,7 +86,7 @@ SHARES = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90), st.integers(
 
 
 @given(SHARES)
-def test_one_sided_tests_are_those_of_scipy_and_holm_covers_one_family(counts):
+def test_one_sided_tests_equal_scipy_with_holm_adjustment_over_all_pairs(counts):
     scores = pd.DataFrame([[count / 90 for count in row] for row in counts], columns=list("ABC"))
     found = compare_with(scores, "B")
     assert found[["first", "second"]].to_numpy().tolist() == [["B", "A"], ["B", "C"]]
@@ -96,7 +97,7 @@ def test_one_sided_tests_are_those_of_scipy_and_holm_covers_one_family(counts):
     assert found["adjusted_p_value"].to_list() == holm(found["p_value"].to_list())
 
 
-def test_a_one_sided_test_has_half_the_p_value_in_the_expected_direction():
+def test_one_sided_p_value_is_half_the_two_sided_one_in_the_tested_direction():
     scores = pd.DataFrame({"A": [i / 20 for i in range(1, 16)], "B": 0.0})
     assert compare_with(scores, "A")["p_value"][0] == 2**-15 == compare_pairs(scores)["p_value"][0] / 2
     assert compare_with(scores, "B")["p_value"][0] == 1.0

@@ -1,4 +1,4 @@
-"""Joined reports: what is read, on which terms, how sure it is; and bad folders, refused by name."""
+"""Tests of combined reports: loading, comparison at equal cost, confidence intervals, and invalid folders."""
 
 import json
 import math
@@ -41,9 +41,10 @@ SETTINGS = {
 
 
 def report(folder, methods, seeds=(0, 1, 2), data=None, **settings):
-    """A report by hand: `methods` gives for each the cost of a round in gradients and the accuracies of its rounds.
+    """Write a report without running a comparison.
 
-    The last is that of update `num_updates`, if this is given.
+    `methods` maps each method to the cost of a round in gradients and the accuracies after each round.
+    If `num_updates` is given, the last accuracy is that of update `num_updates`.
     """
     folder.mkdir()
     given = {
@@ -78,21 +79,21 @@ def report(folder, methods, seeds=(0, 1, 2), data=None, **settings):
 ONE = {"Cheap": (1, [0.0, 0.25, 0.5, 0.75]), "Dear": (3, [0.0, 0.5, 0.75, 1.0])}
 
 
-def test_equal_terms_are_what_all_methods_reach_and_nothing_is_interpolated(tmp_path):
+def test_methods_are_compared_at_the_largest_common_budget_without_interpolation(tmp_path):
     joined = load_reports([report(tmp_path / "a", ONE)])
     budgets = {"updates": 3, "time": 6.0, "gradients": 3, "bytes": 450}
     assert {axis: joined.budget("digits", axis) for axis in AXES} == budgets
     cheap, dear = joined.frame().itertuples()
     assert (cheap.final, dear.final) == (0.75, 1.0)
     assert [getattr(cheap, f"at_{axis}") for axis in AXES] == [0.75] * 4
-    # For three gradients it had one round, for 450 bytes one of 250 and not the second.
+    # A budget of 3 gradients pays for one round. A budget of 450 bytes pays for one round of 250 bytes.
     assert (dear.at_updates, dear.at_time, dear.at_gradients, dear.at_bytes) == (1.0, 1.0, 0.5, 0.5)
     assert (cheap.updates_to_target, cheap.time_to_target, cheap.num_reached) == (2, 4.0, 3)
     assert (dear.spent_updates, dear.spent_time, dear.spent_gradients, dear.spent_bytes) == (3, 6.0, 9, 750)
     assert (cheap.loss, cheap.gini) == (1.0, pytest.approx(0.1))
 
 
-def test_a_method_is_beside_another_seed_by_seed_where_these_two_had_spent_as_much(tmp_path):
+def test_differences_to_the_baseline_are_paired_by_seed_at_equal_cost(tmp_path):
     worth = {
         "Ours": (1, lambda seed: [0.0, 0.5, 0.5 + seed / 10]),
         "Other": (2, lambda seed: [0.0, 0.4, 0.6]),
@@ -114,7 +115,8 @@ def test_a_method_is_beside_another_seed_by_seed_where_these_two_had_spent_as_mu
         found = mean_ci(values)
         return found.value, found.low, found.high
 
-    # At the end, 0.6 less 0.5, 0.6 and 0.7; for two gradients one round of the dear one and two of the cheap one.
+    # After the last update, `Other` has 0.6 and `Ours` has 0.5, 0.6 and 0.7.
+    # A budget of 2 gradients pays for one round of `Other` and two rounds of `Ours`.
     assert interval(other, "updates") == mean([0.6 - 0.5, 0.6 - 0.6, 0.6 - 0.7])
     assert interval(other, "gradients") == mean([0.4 - 0.5, 0.4 - 0.6, 0.4 - 0.7])
     assert (frugal.at_gradients, frugal.seeds) == (pytest.approx(0.2 - 0.0), 3)
@@ -123,7 +125,7 @@ def test_a_method_is_beside_another_seed_by_seed_where_these_two_had_spent_as_mu
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_a_method_beside_which_there_is_none_is_refused(tmp_path):
+def test_baseline_without_common_runs_is_rejected(tmp_path):
     joined = load_reports([report(tmp_path / "a", ONE), report(tmp_path / "b", {"Alone": ONE["Dear"]}, clients=5)])
     with pytest.raises(ArgumentError, match="baseline: no method 'Chep'; did you mean Cheap?"):
         joined.differences("Chep")
@@ -135,7 +137,7 @@ def test_a_method_beside_which_there_is_none_is_refused(tmp_path):
     assert not (tmp_path / "joined").exists()
 
 
-def test_what_was_never_reached_is_none_and_counted(tmp_path):
+def test_unreached_targets_are_nan_and_counted(tmp_path):
     worth = {"A": (1, lambda seed: [0.0, 0.6 if seed == 1 else 0.1])}
     joined = load_reports([report(tmp_path / "a", worth)])
     (row,) = joined.frame().itertuples()
@@ -150,7 +152,7 @@ def test_what_was_never_reached_is_none_and_counted(tmp_path):
     assert joined.table("digits")["s to 50%"].to_list() == ["never"]
 
 
-def test_reports_of_other_seeds_methods_and_data_are_joined(tmp_path):
+def test_reports_with_different_seeds_methods_and_data_are_combined(tmp_path):
     other = {"name": "digits", "checksum": "00000002"}
     folders = [
         report(tmp_path / "a", ONE),
@@ -166,12 +168,12 @@ def test_reports_of_other_seeds_methods_and_data_are_joined(tmp_path):
         ("digits (00000002, model mlp)", "Cheap", 3),
         ("digits (00000002, model mlp)", "Dear", 3),
     ]
-    # A target goes with its task.
+    # Each problem has its own target.
     assert list(joined.notes) == []
     assert joined.targets == {"digits (00000001, model cnn)": 0.5, "digits (00000002, model mlp)": 0.9}
 
 
-def test_settings_that_differ_are_named_and_joined(tmp_path):
+def test_differing_settings_are_noted_and_the_reports_are_combined(tmp_path):
     a = report(tmp_path / "a", ONE)
     b = report(tmp_path / "b", {"Third": ONE["Dear"]}, num_updates=9, target=0.6, tuning={"seeds": [100]})
     c = report(tmp_path / "c", {"Cheap": ONE["Cheap"]}, seeds=(7,))
@@ -186,7 +188,7 @@ def test_settings_that_differ_are_named_and_joined(tmp_path):
     ]
 
 
-def test_another_split_or_other_delays_are_another_task(tmp_path):
+def test_reports_with_different_partitions_or_delays_are_separate_problems(tmp_path):
     folders = [
         report(tmp_path / "a", ONE, partition="iid"),
         report(tmp_path / "b", ONE, partition="dirichlet"),
@@ -201,7 +203,7 @@ def test_another_split_or_other_delays_are_another_task(tmp_path):
     assert list(joined.notes) == []
 
 
-def test_one_run_twice_is_refused_naming_both(tmp_path):
+def test_a_run_in_two_reports_is_rejected(tmp_path):
     a, b = report(tmp_path / "a", ONE), report(tmp_path / "b", {"Dear": ONE["Dear"]}, seeds=(2, 3))
     with pytest.raises(ArgumentError, match=f"folders: {a} and {b} both have Dear on digits, seed 2"):
         load_reports([a, b])
@@ -234,7 +236,7 @@ def test_one_run_twice_is_refused_naming_both(tmp_path):
         ("log.jsonl", lambda text: "[1]\n" + text, "compare`; TypeError"),
     ],
 )
-def test_a_bad_folder_is_refused_by_name(tmp_path, file, change, words):
+def test_invalid_report_folders_are_rejected(tmp_path, file, change, words):
     path = report(tmp_path / "a", ONE) / file
     if change is None:
         path.unlink()
@@ -244,7 +246,7 @@ def test_a_bad_folder_is_refused_by_name(tmp_path, file, change, words):
         load_reports([tmp_path / "a"])
 
 
-def test_runs_with_a_duration_may_end_before_the_last_update(tmp_path):
+def test_runs_with_a_duration_may_end_before_num_updates(tmp_path):
     folder = report(tmp_path / "a", ONE, duration=100.0)
     path = folder / "results.json"
     path.write_text(path.read_text().replace('"num_updates": 3', '"num_updates": 50'))
@@ -252,7 +254,7 @@ def test_runs_with_a_duration_may_end_before_the_last_update(tmp_path):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_what_cannot_be_written_is_refused_and_nothing_changes(tmp_path):
+def test_invalid_combined_reports_are_rejected_without_writing_files(tmp_path):
     joined = load_reports([report(tmp_path / "a", ONE)])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("mine")
@@ -265,7 +267,7 @@ def test_what_cannot_be_written_is_refused_and_nothing_changes(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a", "mine"}
 
 
-def test_a_joined_report_is_written_whole_and_replaced(tmp_path, monkeypatch):
+def test_a_combined_report_is_written_atomically(tmp_path, monkeypatch):
     worth = {
         "A|B": (2, lambda seed: [0.0, 0.5 + seed / 100]),
         "C": (1, lambda seed: [0.0, 0.4 + seed / 90]),
@@ -309,7 +311,7 @@ def test_a_joined_report_is_written_whole_and_replaced(tmp_path, monkeypatch):
     assert files[0].read_bytes() == before
 
 
-def test_several_tasks_have_a_picture_each_and_too_few_pairs_are_said(tmp_path):
+def test_each_problem_has_its_figures_and_too_few_pairs_are_reported(tmp_path):
     folders = [report(tmp_path / "a", ONE)]
     folders.append(report(tmp_path / "b", {"Cheap": ONE["Cheap"]}, data={"name": "a/b c", "checksum": "2"}))
     folders.append(report(tmp_path / "c", {"Alone": ONE["Cheap"]}, data={"name": "a b/c", "checksum": "3"}))
@@ -323,7 +325,7 @@ def test_several_tasks_have_a_picture_each_and_too_few_pairs_are_said(tmp_path):
     assert "- eval\\_every: 1 in" in text
 
 
-def test_a_report_of_a_comparison_is_read_as_it_was(tmp_path):
+def test_a_report_of_a_comparison_is_loaded_unchanged(tmp_path):
     found = compare(clusters(), [method("fedasync"), method("fedgs")], clients=3, num_updates=2, seeds=1)
     assert comparison_table(found).title == "clusters: 3 clients, 2 updates, 1 seed"
     write_report(found, tmp_path / "a")
@@ -338,7 +340,7 @@ def test_a_report_of_a_comparison_is_read_as_it_was(tmp_path):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_the_command_joins_says_what_differs_and_refuses_what_is_wrong(tmp_path, monkeypatch):
+def test_report_command_combines_reports_and_rejects_invalid_arguments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report(tmp_path / "a", ONE)
     report(tmp_path / "b", {"Third": ONE["Cheap"]}, num_updates=9)
@@ -361,7 +363,7 @@ def test_the_command_joins_says_what_differs_and_refuses_what_is_wrong(tmp_path,
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "combined"}
 
 
-def test_an_interval_is_students(tmp_path):
+def test_mean_ci_is_a_student_t_interval(tmp_path):
     values = [0.81, 0.84, 0.9, 0.7]
     found = mean_ci(values)
     low, high = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))
@@ -374,8 +376,8 @@ P = st.lists(st.floats(0, 1), max_size=8)
 
 
 @given(P)
-def test_holm_rejects_what_the_step_down_rejects(p):
-    """At any level: the smallest p-values, as long as the i-th of m is at most level / (m - i)."""
+def test_holm_adjustment_equals_the_step_down_procedure(p):
+    """At each level, the procedure rejects the smallest p-values while the i-th of m is at most level / (m - i)."""
     adjusted = holm(p)
     for level in (0.01, 0.05, 0.3, 0.9):
         rejected = set()
@@ -387,13 +389,13 @@ def test_holm_rejects_what_the_step_down_rejects(p):
     assert all(a >= b for a, b in zip(adjusted, p, strict=True))
 
 
-def test_holm_by_hand():
+def test_holm_adjustment_of_known_p_values():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.6, 0.7]) == [1.0, 1.0]
     assert holm([]) == []
 
 
-def test_a_signed_rank_test_is_that_of_scipy_and_by_hand():
+def test_signed_rank_test_equals_scipy_and_a_known_p_value():
     draw = np.random.default_rng(0)
     scores = {name: {("digits", i): float(x) for i, x in enumerate(draw.normal(size=20))} for name in "ABC"}
     found = [*compare_pairs(pd.DataFrame(scores)).itertuples()]
@@ -404,7 +406,7 @@ def test_a_signed_rank_test_is_that_of_scipy_and_by_hand():
         assert (pair.wins, pair.losses) == ((x > y).sum(), (x < y).sum())
         assert pair.median_difference == pytest.approx(np.median(x - y))
     assert [pair.adjusted_p_value for pair in found] == holm([pair.p_value for pair in found])
-    # All of fifteen in one direction: two of 2^15 orders of signs are as extreme.
+    # All fifteen differences have the same sign. Two of the 2^15 sign patterns are as extreme.
     signs = {("digits", i): 1.0 + i for i in range(15)}
     (pair,) = compare_pairs(pd.DataFrame({"A": signs, "B": 0.0})).itertuples()
     assert (pair.p_value, pair.adjusted_p_value) == (2 / 2**15, 2 / 2**15)
@@ -414,8 +416,8 @@ COUNTS = st.lists(st.tuples(st.integers(0, 360), st.integers(0, 360)), min_size=
 
 
 @given(COUNTS)
-def test_a_signed_rank_test_of_shares_is_that_of_counts(counts):
-    """Whatever the last bits of shares say: equal differences are ties, and equal shares do not count."""
+def test_signed_rank_test_of_fractions_equals_the_test_of_counts(counts):
+    """Rounding of the fractions must not matter. Equal differences are ties, and differences of zero do not count."""
     scores = {name: {("digits", i): pair[j] / 360 for i, pair in enumerate(counts)} for j, name in enumerate("AB")}
     (pair,) = compare_pairs(pd.DataFrame(scores)).itertuples()
     differences = np.array([a - b for a, b in counts])
@@ -425,18 +427,18 @@ def test_a_signed_rank_test_of_shares_is_that_of_counts(counts):
     assert pair.median_difference == pytest.approx(np.median(differences) / 360, abs=1e-12)
 
 
-def test_a_signed_rank_test_is_exact_beside_equal_pairs_and_not_with_ties():
+def test_signed_rank_test_is_exact_with_zero_differences_and_approximate_with_ties():
     def p(counts):
         scores = {("digits", i): (100 + count) / 360 for i, count in enumerate(counts)}
         return compare_pairs(pd.DataFrame({"A": scores, "B": 100 / 360}))["p_value"][0]
 
-    # Fourteen sizes, all in one direction, and an equal pair.
+    # There are fourteen distinct positive differences and one difference of zero.
     assert p([*range(15)]) == 2 / 2**14
-    # Fifteen of one size have one rank: the sum of their signs is 15, its deviation the root of that.
+    # Fifteen equal differences share one rank. The sum of their signs is 15, and its standard deviation is sqrt(15).
     assert p([7] * 15) == pytest.approx(2 * stats.norm.sf(15**0.5), rel=1e-12)
 
 
-def test_fewer_than_fifteen_pairs_are_no_test_and_equal_methods_no_difference():
+def test_fewer_than_fifteen_pairs_give_no_p_value_and_equal_methods_give_one():
     scores = {("digits", i): float(i) for i in range(15)}
     few = {key: value for key, value in scores.items() if key != ("digits", 3)}
     found = compare_pairs(pd.DataFrame({"A": scores, "B": scores, "C": few, "D": {("mnist", 0): 1.0}}))
@@ -445,7 +447,7 @@ def test_fewer_than_fifteen_pairs_are_no_test_and_equal_methods_no_difference():
     assert (found["p_value"][0], found["adjusted_p_value"][0], found["median_difference"][0]) == (1.0, 1.0, 0.0)
 
 
-def test_a_target_is_told_as_it_was_given(tmp_path, monkeypatch):
+def test_targets_are_formatted_without_rounding(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, _: said.extend(text.get_text() for text in figure.axes[0].texts)
@@ -459,7 +461,7 @@ def test_a_target_is_told_as_it_was_given(tmp_path, monkeypatch):
     assert [plots.format_percent(i / 1000) for i in (70, 290, 850, 999, 1000)] == ["7%", "29%", "85%", "99.9%", "100%"]
 
 
-def test_units_suit_the_largest_value():
+def test_axis_unit_depends_on_the_largest_value():
     assert plots.axis_unit("bytes", 999) == (1, "B", "sent down and up")
     assert plots.axis_unit("bytes", 1e9)[:2] == (1e9, "GB")
     assert plots.axis_unit("gradients", 0)[:2] == (1, "")

@@ -1,4 +1,4 @@
-"""Names with options: what is written comes back, and what is wrong is one line with the nearest right word."""
+"""Tests of the parser of names with options: round trips, and error messages that suggest the closest valid word."""
 
 import math
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ names = st.builds(Spec, words, st.dictionaries(words, texts, max_size=3))
 
 @dataclass(frozen=True)
 class Tool:
-    """Something with options of every sort."""
+    """A dataclass with options of every supported type."""
 
     size: int
     rate: float = 0.5
@@ -47,7 +47,7 @@ KINDS = {"weight": {"hinge": reader(Hinge), "constant": reader(Constant), "gentl
 
 
 @given(st.lists(names, min_size=1, max_size=4))
-def test_a_list_is_split_where_it_was_joined(given_):
+def test_parse_specs_is_the_inverse_of_joining(given_):
     assert parse_specs("words", ",".join(map(str, given_))) == given_
     assert parse_specs("words", " , ".join(map(str, given_))) == given_
 
@@ -68,29 +68,29 @@ def test_an_unknown_name_before_a_colon_is_a_module():
 
 
 @given(st.text(max_size=12))
-def test_every_text_is_a_value(text):
+def test_parse_literal_accepts_every_text(text):
     assert type(parse_literal(text)) in (int, float, tuple, str, bool, type(None))
 
 
 @given(st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.none()))
-def test_values_come_back(given_):
+def test_parse_literal_restores_numbers_booleans_and_none(given_):
     read = parse_literal(str(given_))
     assert read == given_
     assert type(read) is type(given_)
 
 
 @given(st.lists(st.one_of(st.integers(0), st.floats(0, 1e9)), min_size=2, max_size=4))
-def test_numbers_in_a_row_come_back(given_):
+def test_parse_literal_restores_tuples_of_numbers(given_):
     assert parse_literal("+".join(map(str, given_))) == tuple(given_)
 
 
 @given(texts)
-def test_an_annotation_of_text_leaves_it_as_it_is(text):
+def test_options_annotated_as_str_are_not_parsed(text):
     assert parse_kwargs("tool", Tool, {"size": "1", "path": text})["path"] == text
     assert type(parse_literal(text)) in (int, float, tuple, str, bool, type(None))
 
 
-def test_a_value_is_built_of_what_is_written():
+def test_build_converts_options_to_their_annotated_types():
     options = {"size": "3", "rate": "1e-3", "mode": "none", "path": "3", "span": "4+2"}
     assert build("tool", Tool, options) == Tool(3, 1e-3, "none", "3", (4, 2))
     assert build("tool", Tool, {"": "3"}) == Tool(3)
@@ -98,7 +98,7 @@ def test_a_value_is_built_of_what_is_written():
     assert parse_kwargs("tool", Tool, {"rate": "2"}, excluded=("size",)) == {"rate": 2}
 
 
-def test_a_value_can_have_options_of_its_own():
+def test_object_options_accept_nested_options():
     for options, weight in (
         ({"weight.a": "2"}, Polynomial(2)),
         ({"weight": "hinge"}, Hinge()),
@@ -110,7 +110,7 @@ def test_a_value_can_have_options_of_its_own():
         assert build("tool", Tool, {"size": "1", **options}, option_readers=KINDS).weight == weight
 
 
-def test_foreign_callables_have_options_too():
+def test_options_of_third_party_callables_are_parsed():
     found = parse_kwargs("sgd", torch.optim.SGD, {"momentum": "0.9"}, excluded=("params", "lr"))
     assert found == {"momentum": 0.9}
 
@@ -137,7 +137,7 @@ def test_foreign_callables_have_options_too():
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("as_shipped")
-def test_what_is_wrong_is_said_in_one_line(call, words):
+def test_invalid_specs_are_rejected_with_a_message_of_one_line(call, words):
     with pytest.raises(ArgumentError, match=f"^{words}$") as caught:
         call()
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Sweeps: the final accuracy by the value of one option, from stored reports."""
+"""Tests of sweeps, which show the final accuracy against the value of one option from stored reports."""
 
 import json
 import math
@@ -28,18 +28,18 @@ def report(folder, names="fedasync", **options):
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Reports with the concurrency 1, 2 and 4."""
+    """Reports with concurrency 4, 1 and 2."""
     folder = tmp_path_factory.mktemp("reports")
     return [report(folder / str(k), "fedasync,fedbuff:size=2", concurrency=k) for k in (4, 1, 2)]
 
 
 def final(folder, method):
-    """The accuracies at the end of the runs of a method, by seed."""
+    """Return the final accuracy of a method for each seed."""
     rows = [row for row in read_report(folder)["log"] if row["method"] == method]
     return [[row["accuracy"] for row in rows if row["seed"] == seed][-1] for seed in (0, 1)]
 
 
-def test_a_setting_of_the_comparison_is_swept(reports):
+def test_sweep_over_a_setting_of_the_comparison(reports):
     frame = load_sweep(reports, "concurrency")
     assert sorted(set(frame["method"])) == ["FedAsync", "FedBuff(size=2)"]
     assert frame["value"].to_list() == [1, 1, 2, 2, 4, 4]
@@ -51,8 +51,8 @@ def test_a_setting_of_the_comparison_is_swept(reports):
             assert (row.low, row.high) == pytest.approx((expected.low, expected.high))
 
 
-def test_an_option_of_a_method_is_swept_within_one_report(tmp_path):
-    """Methods that differ only in the option are one line, and methods without the option are omitted."""
+def test_sweep_over_an_option_of_a_method_in_one_report(tmp_path):
+    """Methods that differ only in the swept option form one line. Methods without the option are omitted."""
     names = "fedasync:epochs=1,rate=0.5,fedasync:epochs=2,rate=0.5,fedgs"
     frame = load_sweep([report(tmp_path / "one", names)], "epochs")
     assert frame["method"].to_list() == ["FedAsync(rate=0.5)"] * 2
@@ -60,7 +60,7 @@ def test_an_option_of_a_method_is_swept_within_one_report(tmp_path):
     assert frame["mean"][1] == np.mean(final(tmp_path / "one", "FedAsync(epochs=2, rate=0.5)"))
 
 
-def test_an_option_of_a_setting_is_swept(tmp_path):
+def test_sweep_over_an_option_of_a_setting(tmp_path):
     folders = [
         report(tmp_path / str(i), partition=f"dirichlet:concentration={value}", seeds=1)
         for i, value in enumerate((0.01, 100.0))
@@ -73,7 +73,7 @@ def test_an_option_of_a_setting_is_swept(tmp_path):
     pd.testing.assert_frame_equal(pd.read_csv(files[0]), frame, check_dtype=False)
 
 
-def test_the_plot_has_a_line_for_each_method_and_a_logarithmic_axis(reports, tmp_path, monkeypatch):
+def test_sweep_plot_has_a_line_per_method_and_a_log_axis_for_wide_ranges(reports, tmp_path, monkeypatch):
     drawn = []
     real = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **b: (drawn.append(self), real(self, *a, **b))[1])
@@ -98,7 +98,7 @@ def test_the_plot_has_a_line_for_each_method_and_a_logarithmic_axis(reports, tmp
     assert drawn[1].axes[0].get_xscale() == "log"
 
 
-def test_the_command_prints_and_writes_a_sweep(reports, tmp_path):
+def test_report_command_prints_and_writes_a_sweep(reports, tmp_path):
     done = call("report", *map(str, reports), "--sweep", "concurrency", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(file.name for file in (tmp_path / "combined").iterdir()) == ["sweep.csv", "sweep.png"]
@@ -117,12 +117,12 @@ def test_the_command_prints_and_writes_a_sweep(reports, tmp_path):
         ("clients.count", "folders: expected reports that differ only in"),
     ],
 )
-def test_reports_that_differ_in_another_setting_are_errors(reports, option, message):
+def test_reports_that_differ_in_another_setting_are_rejected(reports, option, message):
     with pytest.raises(ArgumentError, match=message):
         load_sweep(reports, option)
 
 
-def test_invalid_sweeps_are_errors(reports, tmp_path):
+def test_invalid_sweeps_are_rejected(reports, tmp_path):
     with pytest.raises(ArgumentError, match="sweep: expected reports with two or more values of batch, got 16"):
         load_sweep(reports[:1], "batch")
     with pytest.raises(

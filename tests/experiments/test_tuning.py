@@ -1,4 +1,4 @@
-"""Tuning: the search finds a peak, is the same for all, and does nothing twice."""
+"""Tests of learning-rate tuning: the line search, its use in comparisons, and its cache."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,7 @@ def federations():
 
 
 def searched(scores, **options):
-    """A search of powers with these scores, from the lowest on, and what it asked for."""
+    """Search over powers of two with these scores, in ascending order. Also return the rates that were evaluated."""
     asked = []
     middle = len(scores) // 2
 
@@ -51,7 +51,7 @@ def searched(scores, **options):
 
 
 @given(st.lists(SCORES, min_size=11, max_size=11))
-def test_a_search_ends_where_a_rate_is_no_worse_than_its_neighbours(scores):
+def test_line_search_ends_at_a_rate_no_worse_than_its_neighbours(scores):
     found, asked = searched(scores)
     means = {power: score for power, (score,) in found.scores.items()}
     assert means[found.best_power] == max(means.values())
@@ -65,7 +65,7 @@ def test_a_search_ends_where_a_rate_is_no_worse_than_its_neighbours(scores):
 
 
 @given(st.integers(-5, 5), st.lists(st.floats(1e-3, 1), min_size=11, max_size=11))
-def test_a_search_finds_the_only_peak(peak, steps):
+def test_line_search_finds_the_peak_of_unimodal_scores(peak, steps):
     height = [0.0] * 11
     for k in range(-5, 6):
         height[k + 5] = -sum(steps[min(k, peak) + 5 : max(k, peak) + 5])
@@ -77,25 +77,29 @@ def test_a_search_finds_the_only_peak(peak, steps):
     ("scores", "best", "asked"),
     [
         ([0.5] * 11, 0, 3),
-        ([0.0] * 11, -5, 7),  # nothing learned: on to lower rates
+        ([0.0] * 11, -5, 7),  # If no rate learns, the search continues to lower rates.
         ([0, 0, 0, 0.3, 0, 0, 0, 0, 0, 0, 0], -2, 5),
-        ([0, 0, 0, 0, 0.4, 0.3, 0.4, 0, 0, 0, 0], -1, 4),  # of two as near the lower
+        (
+            [0, 0, 0, 0, 0.4, 0.3, 0.4, 0, 0, 0, 0],
+            -1,
+            4,
+        ),  # Of two equally near rates, the search selects the lower one.
         ([0, 0, 0, 0, 0.1, 0.2, 0.4, 0.4, 0, 0, 0], 1, 4),
     ],
 )
-def test_of_equal_rates_the_nearest_to_the_start_is_taken(scores, best, asked):
+def test_line_search_breaks_ties_by_distance_to_the_start(scores, best, asked):
     found, calls = searched(scores)
     assert (found.best_power, len(calls)) == (best, asked)
 
 
-def test_a_search_is_told_how_far_it_may_go():
+def test_max_doublings_limits_the_line_search():
     found, _ = searched([float(k) for k in range(11)], max_doublings=2)
     assert (found.best_power, found.is_at_boundary) == (2, True)
     with pytest.raises(ArgumentError, match="max_doublings: expected an integer >= 1"):
         line_search(lambda rate: [0.0], 1.0, max_doublings=0)
 
 
-def test_a_search_runs_what_run_runs(federations):
+def test_tune_scores_equal_those_of_run(federations):
     fedasync = method("fedasync:trainer.epochs=1")
     found = tune(fedasync, federations, num_updates=8, delays="exponential:mean=10", concurrency=3)
     for power, scores in found.scores.items():
@@ -104,7 +108,7 @@ def test_a_search_runs_what_run_runs(federations):
         assert list(scores) == [sum(one.accuracy[-2:]) / 2 for one in runs]
 
 
-def test_the_last_quarter_counts_however_few_rounds_there_are(federations):
+def test_tail_accuracy_averages_the_last_quarter_of_the_evaluations(federations):
     for rounds, every, counted in ((1, 1, 1), (3, 1, 1), (8, 1, 2), (8, 3, 1), (9, 2, 2)):
         found = run(
             federations[0], Method("FedAsync", rules.FedAsync(1.0), LOCAL), num_updates=rounds, eval_every=every
@@ -113,7 +117,7 @@ def test_the_last_quarter_counts_however_few_rounds_there_are(federations):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_rate_that_there_is_can_be_changed(name):
+def test_with_rate_changes_the_rate_of_every_rule(name):
     chosen = method(name)
     clients = range(6)
     start = tuning.find_rate(chosen.bind(clients).rule, chosen.rate_field)
@@ -142,11 +146,11 @@ def test_every_rate_that_there_is_can_be_changed(name):
         ("adamasfl:eta=0.2", "gamma"),
     ],
 )
-def test_a_rate_that_is_given_by_hand_stays(text, rate):
+def test_explicit_rates_are_not_tuned(text, rate):
     assert method(text).rate_field == rate
 
 
-def test_of_a_shape_alone_the_height_is_searched():
+def test_tuning_searches_the_start_of_a_schedule_without_one():
     chosen = method("fedasync:rate=cosine,rate.end=0,rate.period=200")
     assert chosen.rate_field == "rate.start"
     assert chosen.rule.rate == Cosine(method("fedasync").rule.rate, 0, 200)
@@ -155,7 +159,7 @@ def test_of_a_shape_alone_the_height_is_searched():
     assert with_rate(inner, 0.7).rule.rule.rate == Cosine(0.7, 0, 40)
 
 
-def test_one_search_for_all_methods_whatever_their_order_and_what_trains():
+def test_tuning_is_independent_of_the_order_of_methods_and_the_executor():
     names = [
         "fedasync:trainer.epochs=1",
         "floco:cohort=2,epochs=1",
@@ -178,7 +182,7 @@ def test_one_search_for_all_methods_whatever_their_order_and_what_trains():
     assert compare(clusters(), methods(names), **options | {"tuning": None}).settings["tuning"] is None
 
 
-def test_a_comparison_that_validates_tunes_on_as_much():
+def test_tuning_uses_the_validation_fraction_of_the_comparison():
     options = {"clients": 4, "num_updates": 1, "seeds": 1, "partition": "iid", "validation": 0.4}
     found = compare(clusters(), [method("fedasync")], **options, tuning=Tuning(seeds=(100,)))
     assert found.settings["tuning"]["validation"] == 0.4
@@ -186,7 +190,7 @@ def test_a_comparison_that_validates_tunes_on_as_much():
     assert found.settings["tuning"]["methods"]["FedAsync"] == alone.to_dict()
 
 
-def test_length_shortens_the_runs_of_a_search():
+def test_length_shortens_the_tuning_runs():
     options = {"clients": 4, "num_updates": 5, "seeds": 1, "partition": "iid", "delays": "exponential:mean=10"}
     search = {"seeds": (100,), "length": 0.6}
     found = compare(clusters(), [method("fedasync")], **options, tuning=Tuning(**search), duration=20.0)
@@ -199,7 +203,7 @@ def test_length_shortens_the_runs_of_a_search():
 
 @dataclass(frozen=True)
 class Picky(rules.FedAsync):
-    """Takes no rate above 1, and falls over at one below."""
+    """A rule that rejects rates above 1 and raises an error in `step` for rates below 1."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -212,13 +216,13 @@ class Picky(rules.FedAsync):
         return super().step(*arguments, **options)
 
 
-def test_what_fails_scores_nothing(federations):
+def test_a_rate_that_fails_scores_zero(federations):
     found = tune(Method("Picky", Picky(1.0), LOCAL), federations, num_updates=3)
     assert found.scores[-1] == found.scores[1] == [0.0, 0.0]
     assert (found.best_rate, min(found.scores[0]) > 0) == (1.0, True)
 
 
-def test_what_is_done_is_not_done_again(federations, tmp_path, monkeypatch):
+def test_a_cached_search_is_not_repeated(federations, tmp_path, monkeypatch):
     fedasync = Method("FedAsync(a/b)", rules.FedAsync(2.0, weighted=True), LOCAL)
     plain = tune(fedasync, federations, num_updates=6)
     first = tune(fedasync, federations, num_updates=6, cache=tmp_path / "new" / "tuned")
@@ -229,7 +233,7 @@ def test_what_is_done_is_not_done_again(federations, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("rounds", [1, 7, 30])
-def test_an_interrupted_search_goes_on(rounds, federations, tmp_path, monkeypatch):
+def test_an_interrupted_search_resumes_from_its_cache(rounds, federations, tmp_path, monkeypatch):
     fedasync = Method("FedAsync", rules.FedAsync(2.0, weighted=True), LOCAL)
     left = iter(range(rounds))
     done = []
@@ -275,7 +279,7 @@ CHANGES["partition"] = {
 }
 
 
-def test_another_search_is_another_file(tmp_path, monkeypatch):
+def test_different_searches_have_different_cache_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changes = tmp_path / "changes.csv"
     changes.write_text("time,client,kind\n900,1,leave\n")
@@ -316,7 +320,7 @@ def test_another_search_is_another_file(tmp_path, monkeypatch):
     ],
     ids=["empty", "cut", "list", "key", "other", "number", "word", "tree"],
 )
-def test_a_damaged_file_is_refused(damage, federations, tmp_path):
+def test_damaged_cache_files_are_rejected(damage, federations, tmp_path):
     fedasync = Method("FedAsync", rules.FedAsync(2.0, weighted=True), LOCAL)
     tune(fedasync, federations[:1], num_updates=1, cache=tmp_path)
     (file,) = tmp_path.iterdir()
@@ -325,7 +329,7 @@ def test_a_damaged_file_is_refused(damage, federations, tmp_path):
         tune(fedasync, federations[:1], num_updates=1, cache=tmp_path)
 
 
-def test_a_rule_of_ones_own_is_tuned():
+def test_the_rate_of_a_user_rule_is_tuned():
     names = [f"tests.simulation.custom:{name}" for name in ("Signs", "slow", "Plain", "bound", "Signs:rate=1")]
     chosen = compare(clusters(), methods(names), clients=4, num_updates=2, seeds=1, tuning=Tuning(seeds=(100,)))
     told = chosen.settings["tuning"]["methods"]
@@ -335,7 +339,7 @@ def test_a_rule_of_ones_own_is_tuned():
         assert f"={told[name]['chosen']}" in chosen.settings["methods"][name]["rule"]
 
 
-def test_a_rate_that_a_rule_of_ones_own_refuses_scores_nothing(federations):
+def test_a_rate_that_a_user_rule_rejects_scores_zero(federations):
     assert tune(Method("Signs", Signs(1.0), LOCAL), federations[:1], num_updates=3).scores[1] == [0.0]
 
 
@@ -403,7 +407,7 @@ def test_a_rate_that_a_rule_of_ones_own_refuses_scores_nothing(federations):
         ),
     ],
 )
-def test_what_cannot_be_searched_is_refused(call, words, tmp_path):
+def test_invalid_tuning_arguments_are_rejected(call, words, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ArgumentError, match=words):
         call(tmp_path)

@@ -1,4 +1,4 @@
-"""Weight averages and concurrency in comparisons: settings, tables, reports, and rules that write their average."""
+"""Tests of weight averaging, concurrency and buffer sizes in comparisons."""
 
 import io
 import json
@@ -56,7 +56,7 @@ def test_a_narrow_terminal_shows_the_methods_and_their_averages(comparison):
     assert "…" not in text
 
 
-def test_nothing_changes_without_an_average(comparison):
+def test_results_do_not_change_without_averaging(comparison):
     plain = compare(clusters(), methods("asynccurve,fedbuff:size=2"), **SIZE)
     assert "averaging" not in plain.settings
     assert all(row["average_accuracy"] is None for row in plain.log())
@@ -67,7 +67,7 @@ def test_nothing_changes_without_an_average(comparison):
         assert list(plain.summary()[name]) == list(comparison.summary()[name])[: len(plain.summary()[name])]
 
 
-def test_a_fraction_counts_versions_and_an_integer_is_a_version():
+def test_start_is_a_fraction_of_the_versions_or_a_version_number():
     settings = WeightAveraging.parse("start=0.75,cycle=5")
     assert settings == WeightAveraging(start=0.75, cycle=5)
     for rule, first in (
@@ -105,7 +105,7 @@ def test_period_sets_the_options_of_rules_that_write_their_average():
     ],
 )
 @pytest.mark.usefixtures("as_shipped")
-def test_an_invalid_setting_is_rejected_by_name(text, words):
+def test_invalid_averaging_settings_are_rejected(text, words):
     with pytest.raises(ArgumentError, match=words):
         compare(clusters(), methods("fedasync"), **SIZE, averaging=text)
 
@@ -131,5 +131,5 @@ def test_a_larger_buffer_has_its_own_scaled_rate():
     assert rate("fedbuff:size=1", buffer=20) == rate("fedbuff:size=20") > rate("fedbuff:size=1")
 
 
-def test_settings_are_json(comparison):
+def test_averaging_settings_can_be_serialized_as_json(comparison):
     assert json.loads(json.dumps(comparison.results()))["settings"] == comparison.settings

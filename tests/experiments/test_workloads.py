@@ -1,4 +1,4 @@
-"""Schedulers, delays, who takes part and partitions by name: each is what its constructor makes of the same options."""
+"""Tests of named schedulers, delays, availability and partitions: each equals its constructor with the same options."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def generator():
 
 
 def completions(scheduler, num_updates=40):
-    """Who finishes when, everybody asked again at once."""
+    """Return the client and the time of each completion. Each client receives a new task immediately."""
     for client in CLIENTS:
         scheduler.dispatch(client, 4.0)
     seen = []
@@ -59,7 +59,7 @@ def files(tmp_path, monkeypatch):
     write_trace(tmp_path / "trace.csv", [TaskRecord(c, 1.0, 0.0, 0.0, t, 0) for c, t in ((3, 1.5), (0, 2.0), (1, 4.0))])
 
 
-def test_a_scheduler_is_made_for_the_clients(files):
+def test_named_schedulers_equal_their_constructors(files):
     third = [1 / 4] * 4
     for text, direct in (
         ("priority", PriorityScheduler(3, generator())),
@@ -76,11 +76,11 @@ def test_a_scheduler_is_made_for_the_clients(files):
     ):
         make = workloads.scheduler(text)
         assert completions(make(CLIENTS, generator())) == completions(direct), text
-        # Made anew each time, for each run its own.
+        # Each call creates a new scheduler.
         assert completions(make(CLIENTS, generator())) == completions(make(CLIENTS, generator()))
 
 
-def test_a_trace_is_replayed_by_name(files):
+def test_named_replay_scheduler_replays_a_trace_file(files):
     replay = workloads.scheduler("replay:trace.csv")(CLIENTS, generator())
     assert isinstance(replay, ReplayScheduler)
     for client in CLIENTS:
@@ -88,7 +88,7 @@ def test_a_trace_is_replayed_by_name(files):
     assert [replay.next().client for _ in CLIENTS] == [3, 0, 1]
 
 
-def test_measured_delays_are_given_to_clients(files):
+def test_measured_delays_are_assigned_to_clients(files):
     profiles = Empirical.from_csv("delays.csv", work=2.0, size_ratio=0.5)
     assert workloads.delays("csv:delays.csv,work=2,size_ratio=0.5")(CLIENTS, generator()) == assign_profiles(
         profiles, CLIENTS, generator()
@@ -115,7 +115,7 @@ def test_every_distribution_has_a_name():
     assert workloads.delays("uniform:low=1,high=3") == Uniform(1.0, 3.0)
 
 
-def test_who_takes_part(files):
+def test_named_availability_equals_churn_and_change_files(files):
     for text, up, down in (
         ("churn:up=20,down=4,until=90", Exponential(20.0), Exponential(4.0)),
         ("churn:up=uniform,up.low=1,up.high=3,down=4,until=90", Uniform(1.0, 3.0), Exponential(4.0)),
@@ -129,7 +129,7 @@ def test_who_takes_part(files):
     assert workloads.availability("file:changes.csv") == changes
 
 
-def test_partitions_have_the_names_of_their_functions():
+def test_named_partitions_equal_their_functions():
     for text, direct in (
         ("dirichlet:concentration=0.5", dirichlet_partition(LABELS, 5, 0.5, generator())),
         ("dirichlet:concentration=inf,remainder=drop", dirichlet_partition(LABELS, 5, np.inf, generator(), remainder="drop")),
@@ -157,7 +157,7 @@ def test_a_natural_partition_with_clients_is_the_grouped_partition():
         workloads.partition("natural:clients=5")(LABELS, 4, generator=generator(), user_ids=owners)
 
 
-def test_weights_are_names_numbers_or_a_function(tmp_path, monkeypatch):
+def test_partition_weights_are_names_numbers_or_a_user_function(tmp_path, monkeypatch):
     (tmp_path / "my_weights.py").write_text("def powers(client, base=2):\n    return base**client\n")
     monkeypatch.syspath_prepend(tmp_path)
     for weights, expected in (
@@ -218,7 +218,7 @@ def test_a_partition_may_be_a_users_function(tmp_path, monkeypatch):
         (lambda: workloads.partition("cyclic:label_per_client=3"), "partition: cyclic: no option 'label_per_client'; did you mean labels_per_client\\?"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_in_one_line(call, words, tmp_path, monkeypatch):
+def test_invalid_workloads_are_rejected_with_a_message_of_one_line(call, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArgumentError, match=f"^{words}$") as caught:
         call()
@@ -235,7 +235,7 @@ def test_what_is_wrong_is_said_in_one_line(call, words, tmp_path, monkeypatch):
         ("time,client,kind\n1,2,die\n", "line 2: kind: expected one of join, leave, fail, return"),
     ],
 )
-def test_a_file_of_changes_that_does_not_fit_is_refused_by_line(text, words, tmp_path):
+def test_invalid_availability_files_are_rejected_with_the_line_number(text, words, tmp_path):
     path = tmp_path / "changes.csv"
     path.write_text(text)
     with pytest.raises(ArgumentError, match=words):
@@ -243,7 +243,7 @@ def test_a_file_of_changes_that_does_not_fit_is_refused_by_line(text, words, tmp
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_rates_are_there_for_everybody(files):
+def test_a_rate_file_without_a_client_is_rejected(files):
     make = workloads.scheduler("jackson:rates=named.csv")
     assert isinstance(make([0, 1], generator()), Scheduler)
     with pytest.raises(ArgumentError, match="rates: named.csv has no rate for client 2"):

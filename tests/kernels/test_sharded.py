@@ -6,7 +6,7 @@ import torch
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import sharded, shards
 from manifoldagg.kernels.operands import Operands, is_sharded
-from tests.ranks import found
+from tests.ranks import run_ranks
 
 WORLDS = (1, 2, 3, 4)
 
@@ -14,7 +14,7 @@ WORLDS = (1, 2, 3, 4)
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
     """What each rank found, by the size of its world."""
-    return found("tests.kernels.ranks", tmp_path_factory.mktemp("ranks"), *WORLDS)
+    return run_ranks("tests.kernels.ranks", tmp_path_factory.mktemp("ranks"), *WORLDS)
 
 
 @pytest.fixture(params=WORLDS)

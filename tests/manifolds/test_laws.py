@@ -26,7 +26,7 @@ from manifoldagg.manifolds import (
 from manifoldagg.manifolds.geoopt import GeooptManifold
 from manifoldagg.testing import LAWS, check_manifold
 from tests.manifolds.mutants import MUTANTS
-from tests.support import beside, exported
+from tests.support import exported, import_sibling_tests
 
 CASES = {
     Flat: [Flat(n) for n in (1, 3, 40)],
@@ -42,7 +42,9 @@ CASES = {
     ParameterSpace: [ParameterSpace.of(torch.nn.Linear(3, 2).double())],
     Validated: [Validated(Sphere(2))],
 }
-CASES |= {cls: spaces for module in beside(__name__) for cls, spaces in getattr(module, "CASES", {}).items()}
+CASES |= {
+    cls: spaces for module in import_sibling_tests(__name__) for cls, spaces in getattr(module, "CASES", {}).items()
+}
 """Spaces of every exported class; those outside `WHOLE` have more law tests in files of their own."""
 
 OPTIONS = {

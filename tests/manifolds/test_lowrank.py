@@ -13,7 +13,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds import LowRank, Power, Product, Sphere, Validated
 from manifoldagg.manifolds.lora.factors import JointBasis, balance, combine_stacks, truncate
 from manifoldagg.testing import check_manifold
-from tests.support import Largest, draw, rotation, seeds
+from tests.support import LargestTensor, draw, rotation, seeds
 
 EPS = 2.0**-52
 CASES = {LowRank: [LowRank(5, 4, 2)]}
@@ -346,7 +346,7 @@ def test_no_tensor_has_the_size_of_the_matrix():
     space = LowRank(2000, 3000, 2)
     x, u, v = case(0, space, 0.1)
     y = space.retract(x, u)
-    with Largest() as seen:
+    with LargestTensor() as seen:
         for _ in (space.inner(x, u, v), space.project_tangent(x, v), space.retract(x, u), space.gradient(x, v)):
             pass
         space.inverse_retract(x, y)

@@ -1,4 +1,4 @@
-"""What each rank of two does: the cases of `test_sharded`, of a module that FSDP2 has cut."""
+"""Cases of `test_sharded`, which each of two ranks runs on a module that FSDP2 shards."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from tests.ranks import main
 
 def model(cut=None):
     torch.manual_seed(0)
-    # Of one row, the last tensors leave a rank with nothing.
+    # The weight of the last layer has one row, so one rank has an empty shard of it.
     made = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     if cut is not None:
         fully_shard(made, mesh=cut)
@@ -22,7 +22,7 @@ def model(cut=None):
 
 
 def step(outer, params, seed, **known):
-    """One step by pseudo-gradients that are the same on every rank."""
+    """Make one step with pseudo-gradients that are equal on every rank."""
     for i, p in enumerate(params):
         whole = _full(seed + 31 * i, p.shape)
         spread = isinstance(p, DTensor)
@@ -59,7 +59,7 @@ def cases(rank, world):
 
 
 def checkpoint(mesh):
-    """A run that goes on from a distributed checkpoint, beside the one that was never interrupted."""
+    """Return the parameters of an uninterrupted run and of a run that resumed from a distributed checkpoint."""
     ends = []
     first = model(mesh)
     outer = Outer(first.parameters(), RULES["HeLoCo"])
@@ -81,7 +81,7 @@ def checkpoint(mesh):
 
 
 def refused(mesh, rank):
-    """What each rank is told where one of them has a number that is none, and whether anything has moved."""
+    """Return the error on each rank if one rank has a NaN gradient, and whether all parameters are unchanged."""
     made = model(mesh)
     params = [*made.parameters()]
     outer = Outer(made.named_parameters(), RULES["HeLoCo"])
@@ -100,7 +100,7 @@ def refused(mesh, rank):
 
 
 def replicated(mesh):
-    """Whole copies on every rank need nobody else."""
+    """Make a step on replicated parameters, which requires no communication."""
     p = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=None))
     outer = Outer([p], RULES["ASGD"])
     p.grad = distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=None)

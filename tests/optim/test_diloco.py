@@ -1,8 +1,8 @@
-"""Outer as torchft's `DiLoCo(outer_optimizer=…)` calls it: two replicas in step, fragments, refused commits, recovery.
+"""Tests of `Outer` as torchft's `DiLoCo(outer_optimizer=…)` calls it.
 
-What is called, and in which order, is that of torchft's `local_sgd.py`, without its manager: an average over replicas
-stands for `allreduce`, and bytes that are unpickled again for the state that a replica is sent which has to recover.
-`tests/network/diloco.py` has the real one.
+They cover two synchronised replicas, fragments, rejected commits and recovery. The calls and their order are those of
+torchft's `local_sgd.py`, without its manager. An average over the replicas replaces `allreduce`, and a pickled state
+replaces the state that torchft sends to a recovering replica. `tests/network/diloco.py` runs torchft itself.
 """
 
 import io
@@ -37,7 +37,7 @@ def ours(name):
 
 
 class Fragment:
-    """A part of a replica's model with an outer optimiser of its own, and the parameters as they were synchronised."""
+    """A fragment of a replica's model, with its own outer optimizer and the last synchronised parameters."""
 
     def __init__(self, part, outer):
         self.part = part
@@ -51,8 +51,8 @@ class Fragment:
             self.original[name].copy_(p)
 
     @torch.no_grad()
-    def prepared(self):
-        """The pseudo-gradients, which go off to be averaged."""
+    def pseudo_gradients(self):
+        """Return the pseudo-gradients of the fragment."""
         return {name: self.original[name] - p for name, p in self.part.named_parameters()}
 
     @torch.no_grad()
@@ -90,7 +90,7 @@ class Replica:
             self.losses.append(loss.item())
 
     def state(self):
-        """What the manager sends to who has to recover."""
+        """Return the state that the manager sends to a recovering replica."""
         parts = [{"outer": one.outer.state_dict(), "original": one.original} for one in self.fragments]
         file = io.BytesIO()
         torch.save({"model": self.model.state_dict(), "fragments": parts}, file)
@@ -106,14 +106,14 @@ class Replica:
 
 
 def trained(outer, fragments=1, *, delay=0, alpha=0.0, refused=(), lost=None, watch=None):
-    """Two replicas after so many rounds; each round synchronises the next fragment, or the same one again if refused.
+    """Train two replicas. Each round synchronises the next fragment, or repeats the fragment after a rejected commit.
 
     Args:
-        delay: inner steps between when pseudo-gradients are sent and when they are there.
-        alpha: how much of a replica's own parameters stays.
+        delay: inner steps between the start and the end of the averaging of pseudo-gradients.
+        alpha: the weight of the replica's own parameters in the new parameters.
         refused: rounds whose commit fails.
-        lost: the round in which the second replica begins anew, and recovers from the first.
-        watch: called with the fragment, what it was and the pseudo-gradients, before they are applied.
+        lost: the round in which the second replica restarts and recovers from the first.
+        watch: a function of the index of the fragment, its parameters before the step, and the pseudo-gradients.
     """
     replicas = [Replica(number, outer, fragments) for number in range(2)]
     every = SYNC_EVERY // fragments
@@ -125,7 +125,7 @@ def trained(outer, fragments=1, *, delay=0, alpha=0.0, refused=(), lost=None, wa
             replicas[1] = Replica(1, outer, fragments)
             replicas[1].recover(replicas[0].state())
         mine = [replica.fragments[committed % fragments] for replica in replicas]
-        sent = [fragment.prepared() for fragment in mine]
+        sent = [fragment.pseudo_gradients() for fragment in mine]
         averaged = {name: torch.stack([grads[name] for grads in sent]).mean(0) for name in sent[0]}
         for replica in replicas:
             replica.train(delay)
@@ -142,7 +142,7 @@ def originals(replica):
     return [tensor for fragment in replica.fragments for tensor in fragment.original.values()]
 
 
-def apart(one, other):
+def max_difference(one, other):
     return max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
 
 
@@ -158,51 +158,51 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_the_run_of_sgd_with_nesterov_momentum(setting):
+def test_diloco_equals_sgd_with_nesterov_momentum(setting):
     mine, theirs = trained(ours("DiLoCo"), **setting), trained(nesterov, **setting)
     for one, other in zip(mine, theirs, strict=True):
-        # Parameters of a size of 1, eight outer steps, and Adam between them, which divides by sizes of 1e-3 and more.
-        assert apart(one.model.parameters(), other.model.parameters()) <= 8 * 1e3 * 2**-52
-        assert apart(originals(one), originals(other)) <= 8 * 1e3 * 2**-52
+        # The parameters have size 1. Between the eight outer steps, Adam divides by values of 1e-3 and more.
+        assert max_difference(one.model.parameters(), other.model.parameters()) <= 8 * 1e3 * 2**-52
+        assert max_difference(originals(one), originals(other)) <= 8 * 1e3 * 2**-52
 
 
 @pytest.mark.parametrize("setting", [SETTINGS[i] for i in (0, 3, 4, 6)], ids=str)
 @pytest.mark.parametrize("name", RULES)
-def test_both_replicas_agree_to_the_last_bit_and_learn(name, setting):
-    """On what is synchronised: beside it each has what it has trained since, and the part of its own that stays."""
+def test_replicas_are_bitwise_equal_and_learn(name, setting):
+    """Synchronised parameters are equal. Current parameters can differ, by later training and by the `alpha` part."""
     first, second = trained(ours(name), **setting)
-    assert apart(originals(first), originals(second)) == 0
+    assert max_difference(originals(first), originals(second)) == 0
     assert sum(first.losses[-SYNC_EVERY:]) < sum(first.losses[:SYNC_EVERY])
     if setting["fragments"] == 1 and not setting.get("alpha"):
-        assert apart(first.model.parameters(), second.model.parameters()) == 0
+        assert max_difference(first.model.parameters(), second.model.parameters()) == 0
 
 
 @pytest.mark.parametrize("name", ["HeLoCo", "DelayedNesterov"])
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_a_fragment_moves_as_through_the_front_door(name, fragments):
-    """Each with a momentum of its own, from the pseudo-gradients that both replicas sent."""
+def test_a_fragment_step_equals_aggregate(name, fragments):
+    """Each fragment has its own momentum and receives the averaged pseudo-gradients of both replicas."""
     models = {}
     states = {}
 
     def watch(place, before, averaged):
         base = models.get(place, before)
-        assert apart(base.values(), before.values()) <= 1e-13
+        assert max_difference(base.values(), before.values()) <= 1e-13
         update = {key: base[key] - grad for key, grad in averaged.items()}
         models[place], states[place], _ = aggregate(RULES[name], states.get(place), base, base, update)
 
     first, _ = trained(ours(name), fragments, watch=watch)
     assert len(models) == fragments
     for place, fragment in enumerate(first.fragments):
-        assert apart(fragment.original.values(), models[place].values()) <= 1e-13
+        assert max_difference(fragment.original.values(), models[place].values()) <= 1e-13
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_rejected_commit_leaves_no_trace(name):
-    """What the outer optimiser keeps, and what was synchronised, are as if the round had not been."""
+def test_a_rejected_commit_changes_no_state(name):
+    """The synchronised parameters and the state of the outer optimizer are those before the round."""
     (first, _), (other, _) = trained(ours(name), 2), trained(ours(name), 2, refused=(ROUNDS - 1,))
-    assert apart(originals(first), originals(other)) > 0
+    assert max_difference(originals(first), originals(other)) > 0
     last = other.fragments[(ROUNDS - 1) % 2]
-    assert apart(last.part.parameters(), last.original.values()) == 0
+    assert max_difference(last.part.parameters(), last.original.values()) == 0
     assert all(p.grad is None for p in last.part.parameters())
 
 
@@ -210,6 +210,6 @@ def test_recovery_with_another_rule_is_rejected():
     donor, other = Replica(0, ours("HeLoCo"), 2), Replica(1, ours("DiLoCo"), 2)
     donor.train(2)
     for fragment in donor.fragments:
-        fragment.perform(fragment.prepared(), True, 0.0)
+        fragment.perform(fragment.pseudo_gradients(), True, 0.0)
     with pytest.raises(ArgumentError, match="expected the state of"):
         other.recover(donor.state())

@@ -1,4 +1,4 @@
-"""What a step of `Outer` reads, writes and makes of tensors, in words of 32 bits a parameter, is what it must touch."""
+"""Tests of the memory traffic of a step of `Outer`, in words of 32 bits per parameter: read, written, allocated."""
 
 import pytest
 import torch
@@ -20,26 +20,26 @@ from tests.federated.rules.memory_traffic import SIZE, counted
 from tests.optim.test_outer import RULES, run
 from tests.support import draw
 
-# One read of the gradient before anything is written; then the gradient and all that is written, once each.
+# The step reads the gradient once for its checks. Then it reads the gradient and each written tensor once.
 MOMENTUM = [(4, 2, 0)]
-# The first of a cohort is kept, the last moves the model.
+# The first update of a cohort is stored. The last update changes the model.
 MEAN = [(2, 1, 1), (3, 1, 0), (4, 1, 0)]
 CASES = {
     "ASGD": (ASGD(0.7), [(3, 1, 0)]),
     "Momentum": (Momentum(ASGD(0.7)), MOMENTUM),
     "Nesterov": (Momentum(ASGD(0.7), nesterov=True), MOMENTUM),
-    # Cosines with the momentum: it is read before, too.
+    # The cosines require an additional read of the momentum.
     "HeLoCo": (HeLoCo(0.7), [(5, 2, 0)]),
     "DelayedNesterov": (DelayedNesterov(3), [(3, 2, 1), (4, 2, 0), (5, 2, 0)]),
     "FedAvg": (FedAvg(3, 0.7), MEAN),
     "DiLoCo": (Momentum(FedAvg(3, 0.7), nesterov=True), [*MEAN[:2], (5, 2, 0)]),
-    # The length of the sum of directions: it is read before, too.
+    # The length of the sum of directions requires an additional read of the sum.
     "RadialDirectional": (RadialDirectional(3, 0.7), [*MEAN[:2], (5, 1, 0)]),
 }
 
 
 def parameters():
-    """Those that count, and some of a few entries, which do not."""
+    """Return one large parameter, whose traffic is counted, and small parameters, whose traffic is negligible."""
     shapes = [(64, SIZE // 64), (3,), (2, 2), ()]
     return [nn.Parameter(torch.full(shape, 0.5)) for shape in shapes]
 
@@ -69,7 +69,7 @@ def test_memory_traffic_of_a_step(name):
 @pytest.mark.skipif("cpu" not in available_backends(), reason="as above")
 def test_a_late_step_reads_the_base_once_more():
     outer = Outer(parameters(), FedOrtho(0.7))
-    step(outer, 1)  # the first step of these shapes builds their space
+    step(outer, 1)  # The first step with these shapes builds their space.
     base = [p.detach() - 1 for p in outer.param_groups[0]["params"]]
     words = step(outer, 0, staleness=1, base=base)
     assert (words.counts, words.grams, words.combines) == ((6, 1, 0), 1, 1)
@@ -77,7 +77,7 @@ def test_a_late_step_reads_the_base_once_more():
 
 @pytest.mark.skipif("cpu" not in available_backends(), reason="as above")
 @pytest.mark.parametrize("name", ["Momentum", "DelayedNesterov"])
-def test_state_written_elsewhere_is_read_again(name):
+def test_a_loaded_or_modified_state_is_read_again(name):
     rule, cycle = CASES[name]
     outer = Outer(parameters(), rule)
     least = [step(outer, i).read for i in range(9)][-len(cycle) :]
@@ -94,7 +94,7 @@ def test_state_written_elsewhere_is_read_again(name):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", RULES)
-def test_norm_bounds_hold(name, dtype):
+def test_norm_bounds_are_upper_bounds(name, dtype):
     params = [nn.Parameter(draw(i, n, dtype=dtype)) for i, n in enumerate((35, 3, 8))]
     outer = Outer(params, RULES[name])
     for i in range(9):

@@ -1,4 +1,4 @@
-"""Rules as a torch optimiser: the same steps as the front door's, and torch's conventions."""
+"""Tests of `Outer`, which wraps a rule as a torch optimizer: equal to `aggregate`, with torch's conventions."""
 
 import copy
 import io
@@ -67,12 +67,12 @@ def parameters(seed=0, shapes=SHAPES, dtype=torch.float64):
 
 
 def _full(seed, shape, dtype=torch.float64):
-    """A normal tensor of any shape, also of none."""
+    """Draw a normal tensor of any shape, including the empty shape."""
     return draw(seed, max(1, torch.Size(shape).numel()), dtype=dtype)[: torch.Size(shape).numel()].view(shape)
 
 
 def pseudo(seed, params):
-    """Give each parameter a pseudo-gradient."""
+    """Set a pseudo-gradient on each parameter."""
     for i, p in enumerate(params):
         p.grad = _full(seed + 31 * i, p.shape, p.dtype)
 
@@ -87,8 +87,8 @@ def run(outer, params, seed, steps, **known):
 @pytest.mark.parametrize("name", RULES)
 @settings(max_examples=2)
 @given(seeds)
-def test_a_step_is_that_of_the_front_door(name, seed):
-    """From the same bases, by workers in turn that are late."""
+def test_steps_equal_those_of_aggregate(name, seed):
+    """Two workers alternate, with staleness 0 to 2 and the same base models."""
     rule = RULES[name]
     params = parameters(seed)
     outer = Outer(params, rule)
@@ -104,13 +104,13 @@ def test_a_step_is_that_of_the_front_door(name, seed):
         outer.step(worker=f"w{i % 2}", base=mine[place], **known)
         versions.append(model)
         mine.append([p.detach().clone() for p in params])
-        # Base less (base less gradient) is the gradient but for a rounding, each time; each has its own bases.
+        # base - (base - gradient) equals the gradient up to one rounding per step.
         ours, theirs = (torch.cat([x.detach().flatten() for x in xs]) for xs in (params, model.values()))
         assert relative(ours, theirs) <= 1e-13
 
 
 @given(seeds, st.sampled_from([{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}]))
-def test_steps_along_gradients_are_those_of_sgd(seed, options):
+def test_steps_equal_those_of_torch_sgd(seed, options):
     theirs = parameters(seed, dtype=torch.float32)
     rule = ASGD(0.75)
     if options:
@@ -124,12 +124,12 @@ def test_steps_along_gradients_are_those_of_sgd(seed, options):
         outer.step()
         peer.step()
         for a, b in zip(mine, theirs, strict=True):
-            # Theirs rounds three times a step, ours once, at sizes of up to 8 and a few steps of momentum.
+            # torch rounds three times per step and `Outer` once. The values are at most 8.
             assert (a - b).abs().max().item() <= (i + 1) * 32 * 2**-24 if a.numel() else True
 
 
 def test_a_linear_step_is_exact():
-    """Numbers that float32 has: the step is SGD's of rate 0.75 to the last bit, also where a group scales it."""
+    """All numbers are exact in float32, so the step equals SGD with rate 0.75 times the `lr` of the group bitwise."""
     p = nn.Parameter(torch.arange(8.0))
     outer = Outer([{"params": [p], "lr": 0.5}], ASGD(0.75))
     p.grad = torch.arange(8.0).flip(0)
@@ -138,7 +138,7 @@ def test_a_linear_step_is_exact():
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_run_resumes_from_its_state(name, monkeypatch):
+def test_a_resumed_run_is_bitwise_equal(name, monkeypatch):
     params = parameters()
     outer = Outer(params, RULES[name])
     whole = run(outer, params, 3, 6)
@@ -158,7 +158,7 @@ def test_a_run_resumes_from_its_state(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_state_may_be_loaded_in_another_order(name):
+def test_a_state_with_reordered_entries_can_be_loaded(name):
     params = parameters()
     outer = Outer(params, RULES[name])
     late = {"staleness": 1, "base": parameters(9)}
@@ -175,7 +175,7 @@ def test_a_state_may_be_loaded_in_another_order(name):
         assert same(outer.state[p], second.state[other])
 
 
-def test_a_state_stays_in_float32_through_a_state_dict():
+def test_a_float32_state_of_bfloat16_parameters_stays_float32_in_a_state_dict():
     params = parameters(dtype=torch.bfloat16)
     outer = Outer(params, HeLoCo())
     run(outer, params, 1, 2)
@@ -190,7 +190,7 @@ def test_a_state_stays_in_float32_through_a_state_dict():
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("name", ["Momentum", "RadialDirectional", "OrthoDyn", "DCASGD"])
-def test_the_state_goes_through_distributed_checkpoints(name, flat):
+def test_the_state_is_restored_from_a_distributed_checkpoint(name, flat):
     def fresh():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
@@ -201,7 +201,7 @@ def test_the_state_goes_through_distributed_checkpoints(name, flat):
     run(outer, [*model.parameters()], 1, 3)
     other, second = fresh()
     other.load_state_dict(model.state_dict())
-    # A fresh one makes a step of length 0 first, so that there is something to load into.
+    # For a new optimizer, torch makes a step with zero gradients first, to create the state that it loads into.
     saved = copy.deepcopy(get_optimizer_state_dict(model, outer, options=options))
     set_optimizer_state_dict(other, second, saved, options=options)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
@@ -211,7 +211,7 @@ def test_the_state_goes_through_distributed_checkpoints(name, flat):
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
-def test_copies_and_pickles_go_on_alike():
+def test_copies_and_pickles_continue_with_equal_steps():
     params = parameters()
     outer = Outer(params, Momentum(ASGD(0.5)))
     run(outer, params, 1, 2)
@@ -223,7 +223,7 @@ def test_copies_and_pickles_go_on_alike():
         assert other.rule == outer.rule
 
 
-def test_groups_have_their_own_rates_and_cosines_and_schedulers_change_them():
+def test_groups_have_their_own_rates_and_cosines_and_support_schedulers():
     params = parameters()
     outer = Outer([{"params": params[:2], "lr": 0.5}], FedOrtho(1.0))
     outer.add_param_group({"params": params[2:]})
@@ -245,7 +245,7 @@ def test_groups_have_their_own_rates_and_cosines_and_schedulers_change_them():
     assert not torch.equal(starts[0], params[0])
 
 
-def test_hooks_closures_and_gradients_are_as_in_any_optimiser():
+def test_hooks_closures_and_zero_grad_follow_torch_conventions():
     params = parameters()
     outer = Outer(params, ASGD(0.5))
     seen = []
@@ -268,8 +268,8 @@ def test_hooks_closures_and_gradients_are_as_in_any_optimiser():
     assert (outer.step(), len(outer.state)) == (None, len(params))
 
 
-def test_parameters_without_a_gradient_rest_and_keep_their_own_time():
-    """As the fragments of streaming DiLoCo, whose turns come one after the other."""
+def test_parameters_without_a_gradient_are_skipped():
+    """The fragments of streaming DiLoCo alternate in this way. Each parameter has its own step count."""
     params = parameters(shapes=[(4,), (4,)])
     others = copy.deepcopy(params)
     together = Outer(params, DelayedNesterov(2))
@@ -283,7 +283,7 @@ def test_parameters_without_a_gradient_rest_and_keep_their_own_time():
     assert all(map(torch.equal, params, others))
 
 
-def test_the_gradients_are_left_as_they_are_and_a_saved_tensor_notices():
+def test_a_step_keeps_the_gradients_and_bumps_the_versions_of_parameters():
     params = parameters()
     pseudo(1, params)
     grads = [p.grad.clone() for p in params]
@@ -294,7 +294,7 @@ def test_the_gradients_are_left_as_they_are_and_a_saved_tensor_notices():
         product.backward()
 
 
-def test_strides_and_dtypes_may_differ():
+def test_strides_and_dtypes_may_differ_between_parameters():
     even = [nn.Parameter(_full(i, (2, 3, 4, 5))) for i in range(2)]
     odd = [nn.Parameter(even[0].detach().to(memory_format=torch.channels_last)), nn.Parameter(even[1].detach().clone())]
     for xs in (even, odd):
@@ -335,7 +335,7 @@ def same(a, b):
 )
 def test_invalid_input_changes_nothing(name, spoil, words):
     params = parameters(dtype=torch.float32)
-    # The last group fails; the first has been looked at by then.
+    # The invalid gradient is that of the last parameter, so all others are checked before it.
     outer = Outer([{"params": params[:1]}, {"params": params}][1:], RULES[name])
     run(outer, params, 1, 3)
     before = snapshot(outer, params)
@@ -347,7 +347,7 @@ def test_invalid_input_changes_nothing(name, spoil, words):
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_nothing_moves_if_one_group_is_rejected():
+def test_no_parameter_changes_if_one_group_is_rejected():
     params = parameters()
     outer = Outer([{"params": params[:2]}, {"params": params[2:]}], Momentum(ASGD(0.5)))
     run(outer, params, 1, 2)
@@ -422,7 +422,7 @@ def test_rules_without_a_drift_need_no_base(rule):
     late(rule, staleness=3)
 
 
-def test_each_worker_has_its_state():
+def test_each_worker_has_its_own_state():
     params = parameters(shapes=[(3,)])
     outer = Outer(params, AsyncFedED(0.5, warm_up=0, gain=0.5))
     for worker in (0, "far-away", 0):
@@ -459,7 +459,7 @@ def test_a_sum_that_overflows_is_rejected_and_the_state_continues(dtypes, size, 
 
 @pytest.mark.usefixtures("as_shipped")
 def test_a_momentum_that_would_overflow_later_is_rejected():
-    """No entry is beyond float32, but later steps multiply the length of the momentum by others of this size."""
+    """No entry overflows float32, but later steps multiply the norm of the momentum by a number of the same size."""
     p = nn.Parameter(torch.zeros(9))
     outer = Outer([p], DelayedNesterov(4, 0.1))
     p.grad = torch.full((9,), 1e18)
@@ -488,7 +488,7 @@ def views():
     ],
     ids=["views", "expanded"],
 )
-def test_parameters_of_a_later_group_that_share_memory_move_nothing(second, words):
+def test_parameters_of_a_later_group_that_share_memory_are_rejected(second, words):
     params = [nn.Parameter(torch.ones(3)), *second()]
     groups = [[("a", params[0])], [(f"b{i}", p) for i, p in enumerate(params[1:])]]
     outer = Outer([{"params": group} for group in groups], Momentum(ASGD(0.5)))
@@ -508,7 +508,7 @@ def test_parameters_of_a_later_group_that_share_memory_move_nothing(second, word
     ],
     ids=["model", "state"],
 )
-def test_a_gradient_where_another_parameter_is_written_moves_nothing(share, words):
+def test_a_gradient_that_aliases_another_parameter_is_rejected(share, words):
     params = parameters(shapes=[(3,), (3,)], dtype=torch.float32)
     outer = Outer([{"params": [p]} for p in reversed(params)], Momentum(ASGD(0.5)))
     run(outer, params, 1, 2)
@@ -520,7 +520,7 @@ def test_a_gradient_where_another_parameter_is_written_moves_nothing(share, word
 
 
 @pytest.mark.usefixtures("as_shipped")
-def test_state_that_two_parameters_share_moves_nothing():
+def test_state_shared_by_two_parameters_is_rejected():
     params = parameters(shapes=[(3,), (3,)])
     outer = Outer(params, Momentum(ASGD(0.5)))
     run(outer, params, 1, 2)
@@ -533,8 +533,8 @@ def test_state_that_two_parameters_share_moves_nothing():
 
 @pytest.mark.parametrize("shape", [(5,), (3, 3)])
 @pytest.mark.parametrize("name", RULES)
-def test_a_gradient_may_lie_where_its_parameter_does(name, shape):
-    """As the gradient of half a square; also turned around, where entries are not beside one another."""
+def test_a_gradient_may_alias_its_own_parameter(name, shape):
+    """The gradient of ‖p‖²/2 is p itself. The case (3, 3) uses the transpose, whose entries are not contiguous."""
     params, others = (parameters(shapes=[shape, (2,)], dtype=torch.float32) for _ in range(2))
     shared, apart = Outer(params, RULES[name]), Outer(others, RULES[name])
     for _ in range(3):
@@ -578,7 +578,7 @@ def test_a_state_of_another_rule_is_rejected(spoil, words):
     assert same(before, snapshot(other, params))
 
 
-def test_the_state_before_any_step_is_that_of_every_rule():
+def test_a_state_before_the_first_step_can_be_loaded_for_every_rule():
     params = parameters()
     for name, rule in RULES.items():
         other = Outer(params, rule)

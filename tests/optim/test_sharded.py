@@ -1,30 +1,30 @@
-"""An outer optimiser of a module that FSDP2 has cut makes the steps of one process; what one rank refuses, all refuse."""
+"""Tests of `Outer` on a module that FSDP2 shards: the steps equal those of one process, and errors reach all ranks."""
 
 import pytest
 import torch
 
-from tests.ranks import found
+from tests.ranks import run_ranks
 from tests.support import relative
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each of two ranks found; they are started once."""
-    return found("tests.optim.ranks", tmp_path_factory.mktemp("ranks"), 2)[2]
+    """The results of each of two ranks, which start once per module."""
+    return run_ranks("tests.optim.ranks", tmp_path_factory.mktemp("ranks"), 2)[2]
 
 
 def same(a, b):
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, torch.Tensor):
-        # Sums of a few dozen numbers, cut at another place.
+        # Sharding changes the order of sums of a few dozen numbers.
         return relative(a, b) <= 1e-13
     if isinstance(a, float):
         return a == pytest.approx(b, rel=1e-13)
     return all(map(same, a, b)) if isinstance(a, list) else a == b
 
 
-def test_ranks_together_make_the_steps_of_one(ranks):
+def test_sharded_steps_equal_those_of_one_process(ranks):
     for rank in ranks:
         for name, runs in rank.items():
             if isinstance(runs[0], dict):
@@ -34,7 +34,7 @@ def test_ranks_together_make_the_steps_of_one(ranks):
                 assert cut["placed"], name
 
 
-def test_a_checkpoint_continues_with_the_same_bits(ranks):
+def test_a_run_resumed_from_a_checkpoint_is_bitwise_equal(ranks):
     for rank in ranks:
         assert all(map(torch.equal, *rank["checkpoint"]))
 

@@ -1,7 +1,7 @@
 """Lists of the rules that the test files of this folder register for the golden suite and for mutation tests."""
 
 from manifoldagg.federated import rules
-from tests.support import beside, exported
+from tests.support import exported, import_sibling_tests
 
 RULES = tuple(name for name, kind in exported(rules).items() if hasattr(kind, "step"))
 """Every rule that a module exports."""
@@ -9,7 +9,7 @@ RULES = tuple(name for name, kind in exported(rules).items() if hasattr(kind, "s
 
 def _registering():
     """Return the test modules of this folder, except those that run the registered cases."""
-    return beside("tests.federated.rules.test_golden")
+    return import_sibling_tests("tests.federated.rules.test_golden")
 
 
 def golden():

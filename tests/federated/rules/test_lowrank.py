@@ -42,7 +42,7 @@ from manifoldagg.federated.rules import (
 from manifoldagg.manifolds import Flat, LowRank, ParameterSpace, Power, Product, Sphere
 from manifoldagg.manifolds.ambient import AmbientSpace
 from tests.manifolds.test_lowrank import best, conditions, gauge, turned
-from tests.support import Largest, draw, relative, seeds
+from tests.support import LargestTensor, draw, relative, seeds
 
 pytestmark = pytest.mark.usefixtures("as_shipped")
 
@@ -224,7 +224,7 @@ def test_step_allocates_no_full_matrix():
     base, current, *points = drawn(space, 0, 5)
     for rule in (FedOrtho(0.5), AsyncBezier(rate=0.5), Momentum(FedBuff(1))):
         n = 3 if isinstance(rule, AsyncBezier) else 1
-        with Largest() as largest:
+        with LargestTensor() as largest:
             rule.step(space, rule.init(space, base), Update(0, base, current, torch.stack(points[:n])))
         # Five points and their differences side by side, rank 2 each, of 10^5 rows.
         assert largest.numel <= 2 * 10**5 * 2 * 6

@@ -30,7 +30,7 @@ from manifoldagg.federated.server.durability import spill as module
 from manifoldagg.federated.server.durability.spill import Spill
 from tests.federated.fingerprint import bits
 from tests.federated.server.durability.spilled import MAPS, mapped, needs_maps, open_files
-from tests.support import draw, seeds, stopped
+from tests.support import draw, raises_under_trace, seeds
 
 TREE = {"m": torch.arange(1000.0), "v": torch.ones(3, 5, dtype=torch.bfloat16), "count": 3}
 LENGTH = 4032 + 64
@@ -560,7 +560,7 @@ def interrupted(work, place):
                 raise Interrupted
         return trace
 
-    return stopped(work, trace, Interrupted)
+    return raises_under_trace(work, trace, Interrupted)
 
 
 @pytest.mark.usefixtures("as_shipped")
