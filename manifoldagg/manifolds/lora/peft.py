@@ -130,6 +130,7 @@ def classify_tensors(names: Iterable[str], *, prefix: str = "adapter: ") -> Adap
     scaled: list[str] = []
     alone: list[str] = []
     taken: set[str] = set()
+    # The first pass finds all pairs, because the second factor of a pair can precede the first.
     for name in known:
         second = _second_factor(name)
         if second is None:
