@@ -100,6 +100,7 @@ class Combination:
             largest = min([torch.finfo(dtype).max for dtype in set(dtypes)])
             if self.frame.norm_bound(self.coefficients) <= largest / 2:
                 return
+        # The bound was too large to exclude an overflow, so the entries themselves are checked.
         for part in self._compute_parts(dtypes) if computed is None else tensors_of(computed):
             if not is_finite(part):
                 what = f"new model would not be finite in {part.dtype}" if self.from_current else STATE_NOT_FINITE

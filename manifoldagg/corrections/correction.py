@@ -320,6 +320,7 @@ class Composition(Correction):
         return any(part.adds_rows(frame) for part in self.parts)
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
+        # At the first update, every part has the state `None`.
         states = [*(state or (None for _ in self.parts))]
         matrix, states[0] = self.parts[0].coefficients(gram, states[0])
         for i, part in enumerate(self.parts[1:], 1):
