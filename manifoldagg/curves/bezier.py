@@ -339,6 +339,7 @@ class Bezier(BezierSpline):
         if not bool(parameters.isfinite().all()):
             raise ArgumentError("parameters: expected finite numbers, got NaN or infinity")
         design = basis(self.degree, parameters.detach().cpu())
+        # If the design matrix of the free points does not have full rank, several curves fit equally well.
         free = design[:, 1:-1] if fixed_ends else design
         if free.shape[1] and int(torch.linalg.matrix_rank(free)) < free.shape[1]:
             raise ArgumentError(f"parameters: expected {self.size} different numbers, got {parameters.tolist()}")
