@@ -111,6 +111,8 @@ class Residuals:
         control = phi
         inside = points
         off = points.new_zeros(len(points), 1)
+        # In the subspace form, the disks are within the span of the control points. `off` is the distance from this
+        # span.
         if self.in_span:
             axes, control = span(phi)
             inside = (points - phi[0]) @ axes.mT

@@ -298,6 +298,8 @@ def _copied_entries(layout: Layout, models: ModelsByPrefix, heaviest: int) -> di
         if is_batch_counter(entry.name):
             entries[entry.name] = largest_counter([model[entry.name] for model in models.values()])
             continue
+        # A larger integer tensor, such as a mask, has no mean. A copy of one value would hide a difference between
+        # models.
         value = models[label][entry.name]
         for other, model in models.items() if not entry.is_counter else ():
             if not torch.equal(model[entry.name].to(value.device), value):

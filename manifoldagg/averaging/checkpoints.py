@@ -251,6 +251,7 @@ def check_alike(checkpoints: Sequence[CheckpointFiles], pairs: Sequence[FactorPa
     """
     first, *others = checkpoints
     rank_axes = {name: axis for pair in pairs for name, axis in ((pair.first, 0), (pair.second, 1))}
+    # All differences are collected, so that one error reports them together.
     lines = []
     for other in others:
         for name, expected in first.tensors.items():
@@ -319,6 +320,7 @@ def _find_files(name: str, place: Path) -> tuple[list[Path], dict[str, str] | No
         return [place], None
     if not place.is_dir():
         raise ArgumentError(f"{name}: expected an existing file or folder, got {short_repr(str(place))}")
+    # The default names have precedence, because a folder can also contain other safetensors files.
     indices = sorted(place.glob(f"*{INDEX_SUFFIX}"))
     files = sorted(place.glob(f"*{FILE_SUFFIX}"))
     for default in DEFAULT_NAMES:

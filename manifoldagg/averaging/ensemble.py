@@ -134,6 +134,7 @@ def ensemble(
     check_not_model("single", single)
     check_finite("single", check_shape("single", single, *space.shape))
     check_count("draws", draws)
+    # This call raises an error if the model does not have the layout of the space.
     space.buffers(model)
     norms = bool(batch_norm_layers(model))
     if norms and refresh is None:

@@ -250,6 +250,7 @@ def _truncate_pair(
     stacks = []
     for i, state in enumerate(states):
         stacks.append(pair.stack(state, prefix=f"adapters[{i}]: "))
+        # The factors are checked before the decomposition, whose error could not name the invalid tensor.
         for name in () if finite[i] else (pair.first, pair.second):
             check_finite(f"adapters[{i}]: {name}", state[name])
         axes = [tuple(own[pair.first].shape[1:]) + tuple(own[pair.second].shape[:1]) for own in (states[0], state)]

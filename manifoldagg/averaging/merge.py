@@ -152,6 +152,8 @@ def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None
         run = _Run(plan, draft)
         for i, step in enumerate(plan.steps):
             part = plan.parts[step.part]
+            # A recorded step is not repeated. Its numbers are added in the order of the plan, as without an
+            # interruption.
             if i not in draft.records:
                 ahead.reach(i)
                 draft.record(i, run.compute(step))
@@ -161,6 +163,7 @@ def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None
             if progress is not None:
                 progress(done, total)
         info = run.info()
+        # A file that was changed during the merge could have contributed entries of two versions.
         plan.check_inputs()
         draft.publish(info.to_json())
     if progress is not None:

@@ -140,6 +140,7 @@ class Subspace:
     def _tunnel_walls(self) -> list[Tensor]:
         """Return the two lines at the distance of the radius from the curve, in the plane of the plot."""
         line = self._outlines()[0]
+        # The direction at the last point is that of the previous segment.
         ahead = line.diff(dim=0, append=2 * line[-1:] - line[-2:-1])
         side = torch.stack([-ahead[:, 1], ahead[:, 0]], -1)
         side = side / side.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(side.dtype).tiny)

@@ -136,6 +136,7 @@ class SWA:
         self.cycle = check_count("cycle", cycle)
         self.offset = check_count("offset", offset, at_least=0)
         self.periodic = None if periodic is None else check_count("periodic", periodic)
+        # A signal handler can call a method while its own thread holds the lock, so the lock is reentrant.
         self._lock = threading.RLock()
         self._state = _AverageState()
         self._spare_buffer: Tensor | None = None
