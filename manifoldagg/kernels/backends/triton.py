@@ -296,7 +296,7 @@ def _read(
     else:
         value = tl.load(_pointers(t, addresses, strides, offsets, DTYPES, ALIGNED), mask=mask, other=0)
     # bf16 is the upper half of a float32. A bit operation cannot flush a subnormal number. The shift discards the upper
-    # half, which holds the sign extension of the widening.
+    # half, which contains the sign extension of the widening.
     if DTYPES[t] == tl.bfloat16:
         value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return value.to(tl.float64)
