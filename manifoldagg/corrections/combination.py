@@ -96,7 +96,7 @@ class Combination:
             ArgumentError: if an entry is not finite.
         """
         if dtypes is not None:
-            # The factor 1/2 leaves room for the rounding errors of the bound and of the sum.
+            # The factor 1/2 allows for the rounding errors of the bound and of the sum.
             largest = min([torch.finfo(dtype).max for dtype in set(dtypes)])
             if self.frame.norm_bound(self.coefficients) <= largest / 2:
                 return

@@ -332,7 +332,7 @@ class Composition(Correction):
     def apply(
         self, frame: Frame, state: Any = None, *, granularity: str | None = None, auxiliary: AuxiliaryRow | None = None
     ) -> Corrected:
-        # All parts use the finest granularity. The Gram matrix of the model is the sum of those of its segments.
+        # All parts use the finest granularity. The Gram matrix of the model is the sum of the matrices of its segments.
         finest = granularity or self.granularity
         states = [*(state or (None for _ in self.parts))]
         done = self.parts[0].apply(frame, states[0], granularity=finest, auxiliary=auxiliary)
