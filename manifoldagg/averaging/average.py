@@ -124,8 +124,8 @@ def average(
     once. The rounding to bfloat16 and float16 goes by way of float32.
 
     A model is a state dict, or a list of tensors or NumPy arrays. The result has the type, the order, the dtypes and
-    the devices of the first model, except that a mapping that is not a dict becomes a `dict`. If parameters of the
-    first model are tied, that is, if they share memory, shape and strides, they are averaged once.
+    the devices of the first model. If the first model is a mapping other than a dict, the result is a `dict`. If
+    parameters of the first model are tied, that is, if they share memory, shape and strides, they are averaged once.
 
     If a model or `out` is a path of safetensors files, [`merge`][manifoldagg.averaging.merge] computes the mean and
     writes the result to files.
@@ -167,8 +167,8 @@ def average(
             [`average_adapters`][manifoldagg.averaging.average_adapters] for adapters.
 
     Cost: flat entries are read once in place. Entries on spheres of at least k dimensions are read twice in place. Only
-    the result is allocated. The function copies tensors that are not contiguous, tensors that are not on the device of
-    the first model, arrays of foreign byte order, and entries on other manifolds.
+    the result is allocated. The function copies noncontiguous tensors, tensors on another device than the first model,
+    arrays of foreign byte order, and entries on other manifolds.
 
     Source: McMahan et al. 2017, Algorithm 1; Manifold, Algorithm 1 (its last lines).
 

@@ -86,7 +86,7 @@ class FilePool:
     """The mapped files of all checkpoints.
 
     At most `MAX_OPEN_FILES` files are mapped at the same time, because the number of open files is limited by the
-    system. If the limit is reached, the pool releases the file whose last use is longest ago.
+    system. If the limit is reached, the pool releases the least recently used file.
     """
 
     def __init__(self) -> None:
