@@ -158,6 +158,7 @@ class Transporter:
         carried = []
         for leaf, kind in zip(self.leaves, self.transports, strict=True):
             v = leaf.select(u)
+            # All tangents of the batch have the same base, so the points are expanded without a copy.
             x = leaf.select(start).expand_as(v)
             y = leaf.select(end).expand_as(v)
             if kind.method == "parallel":
