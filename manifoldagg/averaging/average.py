@@ -316,6 +316,7 @@ def _mean_buffers(layout: Layout, models: ModelsByPrefix, weights: Tensor) -> di
         return {}
     first, *_ = models.values()
     device = first[entries[0].name].device
+    # A mean is linear, so the real and the imaginary parts of complex numbers are averaged separately.
     rows = [TensorList([_as_real(model[entry.name]).to(device) for entry in entries]) for model in models.values()]
     pairs = zip(entries, combine(None, rows, weights), strict=True)
     return {entry.name: torch.view_as_complex(x) if entry.dtype.is_complex else x for entry, x in pairs}
@@ -344,6 +345,7 @@ def _mean_parameters(
     curved = dict(space.manifolds)
     if not curved:
         return combine(None, rows, weights), {}
+    # One call of the kernel combines all flat parameters.
     flat = [i for i, leaf in enumerate(leaves) if leaf.name not in curved]
     result: dict[int, Tensor] = {}
     if flat:

@@ -184,10 +184,13 @@ def total_certificate(
         distances=tuple(root([part.distances[i] for part in parts]) for i in range(k)),
         residual=root(residuals) if mean is None else mean.residual,
         arithmetic_distance=root([part.arithmetic_distance for part in parts]),
+        # For a manifold, the certificate contains a distance from the manifold, which is not a rounding error of
+        # entries.
         rounding_error=root([part.rounding_error for part in certificates if part.kind != "manifold"]),
     )
     if products is None:
         return total
+    # For a Bézier curve, the barycentric weights are the weights of the control points at the parameter t.
     w = method.barycentric[method.used]
     average_norm = float(w @ products.norms)
     angles = products.angles()

@@ -141,6 +141,7 @@ class StoredTensor:
         data = self.source.get(self.path).data[begin:end]
         # Other programs may store a tensor at an address that is not a multiple of its item size.
         data = data.clone() if begin % self.entry.dtype.itemsize else data
+        # The bytes are reinterpreted as entries of this dtype, without a conversion.
         return data.view(self.entry.dtype)
 
     def prefetch(self, start: int, stop: int) -> None:

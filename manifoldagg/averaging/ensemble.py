@@ -144,9 +144,11 @@ def ensemble(
     if norms and isinstance(refresh, Iterator):
         raise ArgumentError("refresh: expected batches that can be read once for each model, got an iterator")
 
+    # All coordinates are drawn before the first batch, so each member is the same model for all batches.
     drawn = tuple(x for _, x in Sampling(samples=draws).coordinates(embedding, phi, generator))
 
     def point(i: int) -> Tensor:
+        # The index after the last member is that of the single model.
         return single if i == draws else embedding(phi, drawn[i])
 
     def statistics(i: int) -> dict[str, Tensor]:

@@ -314,6 +314,7 @@ class _ReadAhead:
         """Request the data of the steps after the step `index`, up to `PREFETCH_BYTES` in total."""
         while self._ahead and self._ahead[0][0] <= index:
             self._size -= self._ahead.popleft()[1]
+        # Pages that are read much too early could be evicted from the page cache before their step.
         while self._pending and self._size < PREFETCH_BYTES:
             i, step = self._pending.popleft()
             if i <= index:

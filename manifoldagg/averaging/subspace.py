@@ -134,6 +134,7 @@ class Subspace:
             curve = self.embedding.curve if isinstance(self.embedding, Tunnel) else self.embedding
             return [self.view(curve(self.phi, t))]
         pairs = torch.combinations(torch.arange(self.embedding.size), 2).tolist()
+        # An edge is a geodesic, so fewer points suffice than for a curve.
         edge = Bezier(self.embedding.space, 1)
         return [self.view(edge(self.phi[pair], t[::8])) for pair in pairs]
 
