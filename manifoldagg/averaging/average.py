@@ -208,7 +208,7 @@ def average(
     means = _mean_buffers(layout, named, shares)
     leaves, curved = _mean_parameters(space, named, rows, shares)
     # The inputs are not checked before the sum. NaN and infinity propagate to the mean, so one check of the mean
-    # suffices, and the inputs are only read again to name the invalid tensor.
+    # suffices. The inputs are only read again to name the invalid tensor.
     floating = [x for x in (*means.values(), *copied.values()) if x.is_floating_point() or x.is_complex()]
     if not (_is_finite(leaves) and is_finite(*map(_as_real, floating))):
         _check_values(layout, named, shares)
