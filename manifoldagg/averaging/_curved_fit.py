@@ -88,7 +88,7 @@ def fit_curved(
             squares = space._inner(image, gap, gap).clamp(min=0) / unit**2
             value = squares.sum() if p == 2 else (squares + SMOOTHING[-1] ** 2).sqrt().sum()
             if not bool(value.isfinite()):
-                # An exception is the only way out of the line search. The best result so far is kept.
+                # Only an exception can leave the line search. `best` retains the best result so far.
                 raise ManifoldAggError("the sum of distances is not finite")
             value.backward()
             # The line search can end at a point that is worse than one of its trial points.

@@ -111,6 +111,8 @@ class Residuals:
         control = phi
         inside = points
         off = points.new_zeros(len(points), 1)
+        # In the subspace form, the disks are within the span of the control points. `off` is the distance from this
+        # span.
         if self.in_span:
             axes, control = span(phi)
             inside = (points - phi[0]) @ axes.mT
@@ -143,7 +145,7 @@ class Residuals:
         gap = self.points - shares @ self.phi
         gap = gap - torch.einsum("mqk,mq->mk", tangents, torch.einsum("mqk,mk->mq", tangents, gap))
         # `normal` is the projection N_j. The derivative of a residual with respect to control point i is -b_i N_j,
-        # where b_i is the weight of the control point, so the matrix is a sum of Kronecker products.
+        # where b_i is the weight of the control point. The matrix is therefore a sum of Kronecker products.
         normal = torch.eye(gap.shape[1]).to(gap) - tangents.mT @ tangents
         pairs = weights[:, None, None] * shares[:, :, None] * shares[:, None, :]
         left = torch.einsum("mij,mab->iajb", pairs, normal).reshape(self.phi.numel(), self.phi.numel())
@@ -277,7 +279,7 @@ def _levenberg_marquardt(
 def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, Tensor]:
     r"""Restrict the subspace to its smallest part that contains all nearest points.
 
-    A larger part would fit the points equally well, so this choice makes the result unique. For a curve, the part lies
+    A larger part would fit the points equally well, so this choice makes the result unique. For a curve, the part is
     between the first and the last coordinate. For a simplex, it is a smaller simplex, each of whose facets contains a
     nearest point. If $a_i$ is the smallest coordinate $x_i$ of all points, the new coordinates $x_i'$ satisfy
     $x_i = a_i + (1 - \sum_j a_j)\, x_i'$.
@@ -337,8 +339,9 @@ def initial_guesses(embedding: Embedding, points: Points) -> list[Phi]:
 
     - For a simplex, there is one start, whose vertices are data points. Each vertex is the farthest data point from the
       span of the previous vertices.
-    - For a curve, there are three starts. Each is a least-squares fit with fixed parameters of the points, which are
-      proportional to their index, to the distances between them, or to their coordinate on the longest axis.
+    - For a curve, there are three starts. Each is a least-squares fit with fixed parameters of the points. The
+      parameters are proportional to their index, to the distances between them, or to their coordinate on the longest
+      axis.
     - For a tunnel, a straight line is an additional start, because a straight tunnel does not fold.
     """
     m = len(points)

@@ -124,8 +124,8 @@ def average(
     once. The rounding to bfloat16 and float16 goes by way of float32.
 
     A model is a state dict, or a list of tensors or NumPy arrays. The result has the type, the order, the dtypes and
-    the devices of the first model, except that a mapping that is not a dict becomes a `dict`. If parameters of the
-    first model are tied, that is, if they share memory, shape and strides, they are averaged once.
+    the devices of the first model. If the first model is a mapping other than a dict, the result is a `dict`. If
+    parameters of the first model are tied, that is, if they share memory, shape and strides, they are averaged once.
 
     If a model or `out` is a path of safetensors files, [`merge`][manifoldagg.averaging.merge] computes the mean and
     writes the result to files.
@@ -167,8 +167,8 @@ def average(
             [`average_adapters`][manifoldagg.averaging.average_adapters] for adapters.
 
     Cost: flat entries are read once in place. Entries on spheres of at least k dimensions are read twice in place. Only
-    the result is allocated. The function copies tensors that are not contiguous, tensors that are not on the device of
-    the first model, arrays of foreign byte order, and entries on other manifolds.
+    the result is allocated. The function copies noncontiguous tensors, tensors on another device than the first model,
+    arrays of foreign byte order, and entries on other manifolds.
 
     Source: McMahan et al. 2017, Algorithm 1; Manifold, Algorithm 1 (its last lines).
 
@@ -208,7 +208,7 @@ def average(
     means = _mean_buffers(layout, named, shares)
     leaves, curved = _mean_parameters(space, named, rows, shares)
     # The inputs are not checked before the sum. NaN and infinity propagate to the mean, so one check of the mean
-    # suffices, and the inputs are only read again to name the invalid tensor.
+    # suffices. The inputs are only read again to name the invalid tensor.
     floating = [x for x in (*means.values(), *copied.values()) if x.is_floating_point() or x.is_complex()]
     if not (_is_finite(leaves) and is_finite(*map(_as_real, floating))):
         _check_values(layout, named, shares)
@@ -298,6 +298,8 @@ def _copied_entries(layout: Layout, models: ModelsByPrefix, heaviest: int) -> di
         if is_batch_counter(entry.name):
             entries[entry.name] = largest_counter([model[entry.name] for model in models.values()])
             continue
+        # A larger integer tensor, such as a mask, has no mean. A copy of one value would hide a difference between
+        # models.
         value = models[label][entry.name]
         for other, model in models.items() if not entry.is_counter else ():
             if not torch.equal(model[entry.name].to(value.device), value):
@@ -314,6 +316,7 @@ def _mean_buffers(layout: Layout, models: ModelsByPrefix, weights: Tensor) -> di
         return {}
     first, *_ = models.values()
     device = first[entries[0].name].device
+    # A mean is linear, so the real and the imaginary parts of complex numbers are averaged separately.
     rows = [TensorList([_as_real(model[entry.name]).to(device) for entry in entries]) for model in models.values()]
     pairs = zip(entries, combine(None, rows, weights), strict=True)
     return {entry.name: torch.view_as_complex(x) if entry.dtype.is_complex else x for entry, x in pairs}
@@ -342,6 +345,7 @@ def _mean_parameters(
     curved = dict(space.manifolds)
     if not curved:
         return combine(None, rows, weights), {}
+    # One call of the kernel combines all flat parameters.
     flat = [i for i, leaf in enumerate(leaves) if leaf.name not in curved]
     result: dict[int, Tensor] = {}
     if flat:

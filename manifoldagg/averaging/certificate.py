@@ -160,7 +160,7 @@ def total_certificate(
     """Compute the certificate of the whole model.
 
     Args:
-        certificates: those of all tensors.
+        certificates: the certificates of all tensors.
         method: the method and its weights.
         products: the inner products of the models over all flat tensors and factors, or `None` if there are none.
         mean: the mean of the whole model, or `None` if each tensor has its own coefficients.
@@ -169,8 +169,8 @@ def total_certificate(
     size = sum(part.size for part in parts)
     k = len(method.weights)
 
-    # The tensors of a model are orthogonal blocks, so squares add up. `fsum` rounds once, whatever the order of the
-    # tensors.
+    # The tensors of a model are orthogonal blocks, so squares add up. `fsum` rounds once, so the order of the tensors
+    # has no effect.
     def root(values: Sequence[float | None]) -> float | None:
         return None if None in values or not values else math.sqrt(math.fsum(x * x for x in values if x is not None))
 
@@ -184,10 +184,13 @@ def total_certificate(
         distances=tuple(root([part.distances[i] for part in parts]) for i in range(k)),
         residual=root(residuals) if mean is None else mean.residual,
         arithmetic_distance=root([part.arithmetic_distance for part in parts]),
+        # For a manifold, the certificate contains a distance from the manifold, which is not a rounding error of
+        # entries.
         rounding_error=root([part.rounding_error for part in certificates if part.kind != "manifold"]),
     )
     if products is None:
         return total
+    # For a Bézier curve, the barycentric weights are the weights of the control points at the parameter t.
     w = method.barycentric[method.used]
     average_norm = float(w @ products.norms)
     angles = products.angles()
@@ -201,7 +204,7 @@ def total_certificate(
 def distance_warnings(model: Certificate) -> list[str]:
     """Return the reasons why the mean of a merge may not be meaningful.
 
-    There is a reason if the angle between two models exceeds `MAX_ANGLE`, or if the norm ratio is below
+    A reason is returned if the angle between two models exceeds `MAX_ANGLE`, or if the norm ratio is below
     `MIN_NORM_RATIO`.
     """
     found = []

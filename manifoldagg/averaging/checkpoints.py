@@ -86,7 +86,7 @@ class FilePool:
     """The mapped files of all checkpoints.
 
     At most `MAX_OPEN_FILES` files are mapped at the same time, because the number of open files is limited by the
-    system. If the limit is reached, the pool releases the file whose last use is longest ago.
+    system. If the limit is reached, the pool releases the least recently used file.
     """
 
     def __init__(self) -> None:
@@ -141,6 +141,7 @@ class StoredTensor:
         data = self.source.get(self.path).data[begin:end]
         # Other programs may store a tensor at an address that is not a multiple of its item size.
         data = data.clone() if begin % self.entry.dtype.itemsize else data
+        # The bytes are reinterpreted as entries of this dtype, without a conversion.
         return data.view(self.entry.dtype)
 
     def prefetch(self, start: int, stop: int) -> None:
@@ -251,6 +252,7 @@ def check_alike(checkpoints: Sequence[CheckpointFiles], pairs: Sequence[FactorPa
     """
     first, *others = checkpoints
     rank_axes = {name: axis for pair in pairs for name, axis in ((pair.first, 0), (pair.second, 1))}
+    # All differences are collected, so that one error reports them together.
     lines = []
     for other in others:
         for name, expected in first.tensors.items():
@@ -319,6 +321,7 @@ def _find_files(name: str, place: Path) -> tuple[list[Path], dict[str, str] | No
         return [place], None
     if not place.is_dir():
         raise ArgumentError(f"{name}: expected an existing file or folder, got {short_repr(str(place))}")
+    # The default names have precedence, because a folder can also contain other safetensors files.
     indices = sorted(place.glob(f"*{INDEX_SUFFIX}"))
     files = sorted(place.glob(f"*{FILE_SUFFIX}"))
     for default in DEFAULT_NAMES:

@@ -231,7 +231,7 @@ class MeanMethod:
             return Mean(self.barycentric, 0.0)
         if self.name == "slerp" and len(directed) < 2:
             return Mean(self.barycentric, 0.0)
-        # The first direction is the origin of the span. As in `karcher_mean`, it is the one with the largest weight.
+        # The first direction is the origin of the span. As in `karcher_mean`, this direction has the largest weight.
         directed.sort(key=lambda i: -float(w[i]))
         parts, residual = self._mean_direction(products, directed, w[directed] / w[directed].sum())
         # The interpolation of `slerp` applies to the models themselves. The other methods average unit vectors, which

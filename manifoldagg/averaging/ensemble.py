@@ -134,6 +134,7 @@ def ensemble(
     check_not_model("single", single)
     check_finite("single", check_shape("single", single, *space.shape))
     check_count("draws", draws)
+    # This call raises an error if the model does not have the layout of the space.
     space.buffers(model)
     norms = bool(batch_norm_layers(model))
     if norms and refresh is None:
@@ -143,9 +144,11 @@ def ensemble(
     if norms and isinstance(refresh, Iterator):
         raise ArgumentError("refresh: expected batches that can be read once for each model, got an iterator")
 
+    # All coordinates are drawn before the first batch, so each member is the same model for all batches.
     drawn = tuple(x for _, x in Sampling(samples=draws).coordinates(embedding, phi, generator))
 
     def point(i: int) -> Tensor:
+        # The index after the last member is that of the single model.
         return single if i == draws else embedding(phi, drawn[i])
 
     def statistics(i: int) -> dict[str, Tensor]:

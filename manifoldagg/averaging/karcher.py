@@ -34,7 +34,7 @@ def karcher(
 
     The Karcher mean is the point $m$ that minimises the weighted sum of squared distances
     $\sum_i w_i\, d(m, \Theta_i)^2$ to the models $\Theta_i$. If all leaves of the space are flat or spheres, the mean
-    is a linear combination of the models, whose coefficients follow from the Gram matrix of the models. The sum is
+    is a linear combination of the models. Its coefficients follow from the Gram matrix of the models. The sum is
     computed in float64 and rounded once. On other spaces, [`karcher_mean`][manifoldagg.manifolds.karcher_mean] computes
     the mean by iteration. It needs memory for all models in float64.
 

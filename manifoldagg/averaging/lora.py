@@ -153,6 +153,7 @@ def average_adapters(
     """
     states = _check_adapters(adapters)
     shares = check_weights(weights, len(states))
+    # The change of a model is s_i B_i A_i with the weight w_i. Both numbers can be applied to one of the factors.
     factors = _scalings(scaling, len(states)) * shares.numpy()
     if rank is not None:
         check_count("rank", rank)
@@ -177,9 +178,11 @@ def average_adapters(
             raise _overflow_error(f"{pair.first}, {pair.second}", torch.float64)
         if bool(cut.is_tied):
             tied.append((pair.module_name, cut.rank))
+        # The mean is computed in float64, so every singular value above the float64 rounding level counts as rank.
         result |= _round_pair(pair, trainable_factors(cut, states[0][pair.second].shape[0], torch.float64), states)
         if return_info and (remainder := _significant_residual(cut)).shape[-1]:
             residual |= _round_pair(pair, remainder, states)
+    # A bias of `lora_B` is multiplied by the scaling of its model, and all other tensors are not.
     for names, coefficients in ((parts.scaled_biases, factors), (parts.unpaired, shares.numpy())):
         result |= {name: _mean_tensor(name, states, finite, coefficients) for name in names}
     if tied:
@@ -252,6 +255,7 @@ def _truncate_pair(
     stacks = []
     for i, state in enumerate(states):
         stacks.append(pair.stack(state, prefix=f"adapters[{i}]: "))
+        # The factors are checked before the decomposition, whose error could not name the invalid tensor.
         for name in () if finite[i] else (pair.first, pair.second):
             check_finite(f"adapters[{i}]: {name}", state[name])
         axes = [tuple(own[pair.first].shape[1:]) + tuple(own[pair.second].shape[:1]) for own in (states[0], state)]

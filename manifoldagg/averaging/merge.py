@@ -157,6 +157,8 @@ def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None
         run = _Run(plan, draft)
         for i, step in enumerate(plan.steps):
             part = plan.parts[step.part]
+            # A recorded step is not repeated. Its numbers are added in the order of the plan, as without an
+            # interruption.
             if i not in draft.records:
                 ahead.reach(i)
                 draft.record(i, run.compute(step))
@@ -166,6 +168,7 @@ def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None
             if progress is not None:
                 progress(done, total)
         info = run.info()
+        # A file that was changed during the merge could have contributed entries of two versions.
         plan.check_inputs()
         draft.publish(info.to_json())
     if progress is not None:
@@ -317,6 +320,7 @@ class _ReadAhead:
         """Request the data of the steps after the step `index`, up to `PREFETCH_BYTES` in total."""
         while self._ahead and self._ahead[0][0] <= index:
             self._size -= self._ahead.popleft()[1]
+        # Pages that are read much too early could be evicted from the page cache before their step.
         while self._pending and self._size < PREFETCH_BYTES:
             i, step = self._pending.popleft()
             if i <= index:

@@ -46,6 +46,7 @@ class MergeDraft:
 
     def __init__(self, plan: MergePlan, *, resume: bool) -> None:
         self.plan = plan
+        # The draft is on the file system of the result, which hard links and atomic moves require.
         self.folder = plan.out.with_name(f".{plan.out.name}.merge")
         self.folder.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -139,6 +140,7 @@ class MergeDraft:
                 for name, path in files.items():
                     _link(path, draft / name)
         else:
+            # The certificate is written first, so a new result never lacks its certificate.
             with atomic_write(self.plan.certificate_path) as draft:
                 draft.write_text(certificate)
             with atomic_write(self.plan.out) as draft:

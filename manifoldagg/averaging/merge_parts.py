@@ -105,6 +105,7 @@ def _write_flat(part: Part, mean: Mean, write: Write, buffers: Buffers, start: i
         result = buffers.get(dtype, stop - start)
         combine(None, [exact], [1.0], out=result)
         error = gram([result], minus=exact).item()
+    # The comparison also rejects NaN. Either an input is not finite, or the mean has overflowed.
     if not 0 <= error < float("inf"):
         _raise_invalid(part, start, stop)
     write(part.names[0], start, result)
@@ -146,6 +147,7 @@ def _write_curved(part: Part, write: Write, start: int, stop: int) -> list[float
     arithmetic = sum(starmap(torch.mul, zip(weights.tolist(), (x.double() for x in points), strict=True)))
     gaps = [exact - space.project(exact), exact - arithmetic]
     distances = [float(distance(space, exact, x.double()).square().sum()) for x in points]
+    # All recorded numbers are squares, so that their sums over all ranges are the squares for the whole tensor.
     return [float(mean.residual) ** 2, *[float(gap.square().sum()) for gap in gaps], *distances]
 
 

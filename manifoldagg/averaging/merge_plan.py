@@ -238,12 +238,14 @@ class MergePlan:
         found = {}
         source = self.models[0].folder
         for path in sorted(source.iterdir()) if source is not None else ():
+            # An index or a certificate of the source describes other files than those of the result.
             is_own = path.name.endswith(".index.json") or path.name == CERTIFICATE_NAME
             is_small = path.is_file() and path.stat().st_size <= MAX_COPIED_BYTES
             if is_small and path.suffix in COPIED_SUFFIXES and not is_own:
                 found[path.name] = path.read_bytes()
         if len(self.shards) > 1:
             tensors = {name: shard.name for shard in self.shards for name in shard.begins}
+            # In the format of the index, the total size excludes the headers.
             total = self.bytes_written - sum(len(shard.header) for shard in self.shards)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(tensors.items()))}
             stem = self.shards[0].name.partition("-00001-of-")[0]

@@ -90,6 +90,7 @@ def _groups_by_size(entries: Sequence[TensorEntry], shard_size: int) -> list[lis
 def _shard(name: str, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> Shard:
     # Readers require that a tensor begins at a multiple of its item size. Sorting is stable.
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    # Some versions of transformers reject a file whose metadata do not contain a format.
     lines: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     begins: dict[str, int] = {}
     position = 0
@@ -101,5 +102,6 @@ def _shard(name: str, entries: Sequence[TensorEntry], metadata: Mapping[str, str
         lines[entry.name] = {"dtype": name_of_dtype, "shape": [*entry.shape], "data_offsets": [position, end]}
         begins[entry.name] = position
         position = end
+    # A header is UTF-8 text, so names are written without escapes.
     header = with_length(json.dumps(lines, separators=(",", ":"), ensure_ascii=False).encode())
     return Shard(name, header, {n: len(header) + begin for n, begin in begins.items()}, len(header) + position)

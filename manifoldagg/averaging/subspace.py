@@ -134,12 +134,14 @@ class Subspace:
             curve = self.embedding.curve if isinstance(self.embedding, Tunnel) else self.embedding
             return [self.view(curve(self.phi, t))]
         pairs = torch.combinations(torch.arange(self.embedding.size), 2).tolist()
+        # An edge is a geodesic, so fewer points suffice than for a curve.
         edge = Bezier(self.embedding.space, 1)
         return [self.view(edge(self.phi[pair], t[::8])) for pair in pairs]
 
     def _tunnel_walls(self) -> list[Tensor]:
         """Return the two lines at the distance of the radius from the curve, in the plane of the plot."""
         line = self._outlines()[0]
+        # The direction at the last point is that of the previous segment.
         ahead = line.diff(dim=0, append=2 * line[-1:] - line[-2:-1])
         side = torch.stack([-ahead[:, 1], ahead[:, 0]], -1)
         side = side / side.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(side.dtype).tiny)

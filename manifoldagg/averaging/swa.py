@@ -136,6 +136,7 @@ class SWA:
         self.cycle = check_count("cycle", cycle)
         self.offset = check_count("offset", offset, at_least=0)
         self.periodic = None if periodic is None else check_count("periodic", periodic)
+        # A signal handler can call a method while its own thread holds the lock, so the lock is reentrant.
         self._lock = threading.RLock()
         self._state = _AverageState()
         self._spare_buffer: Tensor | None = None
@@ -168,6 +169,7 @@ class SWA:
                 return
             if version < before.last_version:
                 raise ArgumentError(f"version: expected a version above {before.last_version}, got {version}")
+            # A version that is not selected is neither read nor validated.
             after = replace(before, last_version=version)
             if self.selects(version):
                 after = self._with_model(after, check_model(self.space, model, "model", like=before.like))
@@ -326,6 +328,8 @@ class SWA:
         for version in sorted(check_count("state['kept']", version, at_least=0) for version in state["kept"]):
             models[version] = check_model(self.space, state["kept"][version], f"state['kept'][{version}]").clone()
         stored = [*models.values()] if mean is None else [mean, *models.values()]
+        # An exact average stores one model for each counted version, and a streaming average stores only their mean.
+        # The latest of `count` averaged versions is at least `count` - 1, because versions start at 0.
         exact = self.kind == "exact"
         fits = count == len(models) if exact else not models and (count == 0 or mean is not None)
         if not fits or (like is None) == bool(stored) or max(models, default=count - 1) > last:

@@ -56,7 +56,7 @@ class AutoThreshold(Correction):
 
     The effect on a whole run is **measured, not proved**. The benchmark `examples/corrections.py` has two quadratic
     clients in the plane and 50 updates. The regret is the additional distance to the joint optimum compared with the
-    best fixed threshold, as a percentage of the spread between the best and the worst threshold.
+    best fixed threshold. It is a percentage of the spread between the best and the worst threshold.
 
     - If the clients alternate, the median regret at delays 1, 3 and 10 is 0.0 %, -0.2 % and -1.1 % (20 problems), or
       0.0 %, 0.1 % and -1.3 % (200 problems).

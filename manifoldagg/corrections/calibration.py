@@ -188,6 +188,7 @@ def _split_state_dicts(models: dict[str, Any], space: Manifold | None) -> Split:
             raise ArgumentError(f"{name}: expected named tensors as in start, got {type(state).__name__}")
         if extra := sorted(map(str, state.keys() - start.keys())):
             raise ArgumentError(f"{name}: expected the names of start, got also {', '.join(extra)}")
+        # The shifts need only the parameters. Other entries of the result are copied from `start`.
         for leaf in layout.leaves:
             if leaf.name not in state:
                 raise ArgumentError(f"{name}: expected a tensor {leaf.name!r} as in start, got a mapping without it")

@@ -96,10 +96,11 @@ class Combination:
             ArgumentError: if an entry is not finite.
         """
         if dtypes is not None:
-            # The factor 1/2 leaves room for the rounding errors of the bound and of the sum.
+            # The factor 1/2 allows for the rounding errors of the bound and of the sum.
             largest = min([torch.finfo(dtype).max for dtype in set(dtypes)])
             if self.frame.norm_bound(self.coefficients) <= largest / 2:
                 return
+        # The bound was too large to exclude an overflow, so the entries themselves are checked.
         for part in self._compute_parts(dtypes) if computed is None else tensors_of(computed):
             if not is_finite(part):
                 what = f"new model would not be finite in {part.dtype}" if self.from_current else STATE_NOT_FINITE

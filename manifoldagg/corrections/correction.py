@@ -326,6 +326,7 @@ class Composition(Correction):
         return any(part.adds_rows(frame) for part in self.parts)
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
+        # At the first update, every part has the state `None`.
         states = [*(state or (None for _ in self.parts))]
         matrix, states[0] = self.parts[0].coefficients(gram, states[0])
         for i, part in enumerate(self.parts[1:], 1):
@@ -337,7 +338,7 @@ class Composition(Correction):
     def apply(
         self, frame: Frame, state: Any = None, *, granularity: str | None = None, auxiliary: AuxiliaryRow | None = None
     ) -> Corrected:
-        # All parts use the finest granularity. The Gram matrix of the model is the sum of those of its segments.
+        # All parts use the finest granularity. The Gram matrix of the model is the sum of the matrices of its segments.
         finest = granularity or self.granularity
         states = [*(state or (None for _ in self.parts))]
         done = self.parts[0].apply(frame, states[0], granularity=finest, auxiliary=auxiliary)

@@ -180,6 +180,7 @@ class DelayCompensated(Correction):
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
         matrix = gram.identity()
         if self.form == "outer":
+            # The outer form multiplies a displacement by a number, so it only changes the diagonal.
             for i, product in enumerate(gram.drift_products):
                 matrix[i, i] = 1 - self.strength * product
             return matrix, state

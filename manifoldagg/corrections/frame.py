@@ -155,6 +155,7 @@ class Frame(FrameRows):
         # All shapes are checked before any values, because reading the values costs a pass over the tensors.
         for name, tensor in (("base", base), ("current", current), ("displacements", displacements)):
             check_finite(name, tensor)
+        # On a flat space, displacements need no transport, and the rows stay unevaluated differences.
         if space.flat if flat is None else flat:
             require_flat(space)
             segments = {leaf.name: leaf.part.stop - leaf.part.start for leaf in space.leaves(base)}

@@ -57,6 +57,7 @@ class Gram:
     num_displacements: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        # The class is frozen, so the derived attributes are set with `object.__setattr__`.
         object.__setattr__(self, "matrix", self.parts[0] if len(self.parts) == 1 else self.parts.sum(0))
         object.__setattr__(self, "num_displacements", self.parts.shape[-1] - 1 - len(self.extra))
 

@@ -86,6 +86,7 @@ def rotate_control(
     for name, point in given.items():
         check_finite(name, check_shape(name, point, *control.shape))
     phi, start, stop, now, goal = (point.flatten() for point in given.values())
+    # The differences are φ - Θᵗ, d and e, in the order that `rotation_coefficients` expects.
     rows = [phi, stop, goal]
     minus = [start, start, now]
     inner = gram(rows, minus=minus)[0]

@@ -127,6 +127,7 @@ class FrameRows:
         current = self.current
         if not isinstance(current, tuple):
             return current.dtype
+        # Vectors of a model with several tensors have at least float32, which represents bf16 and fp16 exactly.
         wide = any(piece.dtype == torch.float64 for piece in current)
         return torch.float64 if wide else torch.float32
 

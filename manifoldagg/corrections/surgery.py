@@ -95,9 +95,8 @@ class Pairwise(Correction):
     $$\pi v = v - \sum_j x_j\, o_j, \qquad x = \operatorname{arg\,min}_x \left\| v - \sum_j x_j\, o_j \right\|$$
 
     Here $o_1, \dots, o_m$ are the updates of the other clients, so the result is orthogonal to all of them. The
-    coefficients $x_j$ come from a pivoted Cholesky factorisation of the Gram matrix in float64. If less than the
-    fraction `tolerance` of the norm of an update is outside the span of the others, the update counts as linearly
-    dependent and is ignored.
+    coefficients $x_j$ come from a pivoted Cholesky factorisation of the Gram matrix in float64. An update is ignored as
+    linearly dependent if less than the fraction `tolerance` of its norm is outside the span of the other updates.
 
     Args:
         others: the updates: m vectors (P,), or tangents at the current point of a curved space.

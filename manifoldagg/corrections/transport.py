@@ -81,7 +81,7 @@ class Transporter:
             check_choice("transport", self.transport, TRANSPORTS)
         check_count("rungs", self.rungs)
         for leaf, kind in zip(self.leaves, self.transports, strict=True):
-            # Whatever the transport method, the drift needs log, the step needs exp, and the Gram matrix needs inner.
+            # Every method needs log for the drift, exp for the step, and inner for the Gram matrix.
             lacks = sorted(({"inner", "exp", "log"} | TRANSPORTS.get(kind.method, set())) - leaf.space.capabilities)
             if lacks:
                 rest = " or ".join(set(TRANSPORTS) - {kind.method})
@@ -139,7 +139,7 @@ class Transporter:
 
     def gram(self, rows: Tensor) -> Tensor:
         """Compute the inner products (S, k, k) of tangents (k, P) at the current point for each leaf, in float64."""
-        # Leaves are orthogonal to each other, so the matrix of the space is the sum of those of its leaves.
+        # Leaves are orthogonal to each other, so the matrix of the space is the sum of the matrices of its leaves.
         tangents = rows.view(len(rows), *self.current.shape)
         grams = []
         for leaf in self.leaves:
@@ -158,6 +158,7 @@ class Transporter:
         carried = []
         for leaf, kind in zip(self.leaves, self.transports, strict=True):
             v = leaf.select(u)
+            # All tangents of the batch have the same base, so the points are expanded without a copy.
             x = leaf.select(start).expand_as(v)
             y = leaf.select(end).expand_as(v)
             if kind.method == "parallel":

@@ -114,6 +114,7 @@ def _panels(speed: Speed, edges: Sequence[float]) -> Tensor:
         all_cuts = [cuts]
         for _ in range(MAX_BISECTIONS):
             middle = (low + high) / 2
+            # One call evaluates the speed in the halves of all panels, because each call has a large overhead.
             left, right = _quadrature(speed, torch.cat([low, middle]), torch.cat([middle, high])).chunk(2)
             all_cuts.append(middle)
             total = (left + right).sum() if total is None else total

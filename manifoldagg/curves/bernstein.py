@@ -235,6 +235,7 @@ def _isolated_root(piece: Sequence[float]) -> float:
         value, slope = _evaluate(piece, t)
         if value == 0:
             return t
+        # `below` and `above` bracket the root. A Newton step outside of the bracket is replaced by a bisection.
         if (value > 0) == rises:
             above = t
         else:

@@ -75,8 +75,8 @@ class BezierSpline(CurveEmbedding):
     def velocity(self, phi: Phi, t: Parameter) -> Points:
         r"""Compute the velocity $\iota_\varphi'(t)$ of the curve $\iota_\varphi$ at the parameter `t`.
 
-        On a flat space, the velocity of a curve with one piece of degree n is itself a Bézier curve of degree n - 1,
-        which is called the hodograph:
+        On a flat space, the velocity of a curve with one piece of degree n is a Bézier curve of degree n - 1. It is
+        called the hodograph:
 
         $$\iota_\varphi'(t) = n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i} (\varphi_{i+1} - \varphi_i).$$
 
@@ -339,6 +339,7 @@ class Bezier(BezierSpline):
         if not bool(parameters.isfinite().all()):
             raise ArgumentError("parameters: expected finite numbers, got NaN or infinity")
         design = basis(self.degree, parameters.detach().cpu())
+        # If the design matrix of the free points does not have full rank, several curves fit equally well.
         free = design[:, 1:-1] if fixed_ends else design
         if free.shape[1] and int(torch.linalg.matrix_rank(free)) < free.shape[1]:
             raise ArgumentError(f"parameters: expected {self.size} different numbers, got {parameters.tolist()}")
@@ -357,8 +358,8 @@ class Bezier(BezierSpline):
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
         r"""Compute the parameters $t \in [0, 1]$ of the nearest points of the curve, and the distances.
 
-        On a flat space, the squared distance is a polynomial of degree 2n, and the method compares the values at the
-        ends and at all roots of its derivative. The result is therefore a global minimum up to the rounding of the
+        On a flat space, the squared distance is a polynomial of degree 2n. The method compares the values at the ends
+        and at all roots of its derivative. The result is therefore a global minimum up to the rounding of the
         coefficients. On a curved space, the method evaluates 32 parameters per control point and refines the best one,
         so it can miss the global minimum.
 

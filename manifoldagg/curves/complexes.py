@@ -72,6 +72,7 @@ class Complex(Hull):
                 check_count("faces", vertex, at_least=0)
             if len(set(face)) < len(face):
                 raise ArgumentError(f"faces: expected distinct vertices, got {short_repr(face)}")
+        # Every control point must be a vertex of a face. Otherwise, it would have no effect on the complex.
         used = set(itertools.chain(*self.faces))
         if len(used) < self.size:
             missing = next(vertex for vertex in itertools.count() if vertex not in used)

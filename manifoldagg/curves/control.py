@@ -213,6 +213,7 @@ def initial_points(
         # On a flat space, every finite tensor is a point. Elsewhere, exp and log are undefined off the manifold.
         if not space.flat and "project" in space.capabilities:
             check_point(space, x.detach(), name=name)
+    # Without initial points, all control points equal the start, so the embedding is a single point.
     points = embedding.collapse(first.detach()) if phi is None else phi.detach().clone()
     if end is not None:
         points[-1] = end.detach()

@@ -295,7 +295,7 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
     with torch.no_grad():
         speed, turning = _turning_rate(curve, phi, parameters, min_norm)
         values = turning / torch.where(speed > min_norm, speed, 1)
-        # The tolerance of the quadrature is relative. An offset of one radian keeps it from resolving the rounding
+        # The tolerance of the quadrature is relative. An offset of one radian prevents it from resolving the rounding
         # errors of an almost straight path.
         total = arc_length(lambda t: 1 + _turning_rate(curve, phi, t, min_norm)[1], curve.breaks).item() - 1
         corners = torch.tensor(curve.breaks[1:-1], dtype=torch.float64, device=phi.device)

@@ -224,12 +224,14 @@ def fit(
     elif relative and phi is None:
         control.initialize(curve.space, points)
 
+    # Most parameters of the learner are views of `points`, so a step of the optimiser changes `points` in place.
     learner = FreePoints(points, free, control.projection if relative else None)
     groups = learner.groups(training.rate, control.rate or training.rate)
     try:
         optimizer = optimizer_on(curve.space, training.optimizer)(groups, lr=training.rate)
     except ManifoldAggError:
         raise
+    # The constructor of an optimiser raises one of these errors for an invalid option.
     except (TypeError, ValueError) as problem:
         raise ArgumentError(
             f"optimizer: expected a class that accepts parameter groups and lr, got an error: {problem}"

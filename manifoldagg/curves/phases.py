@@ -26,7 +26,7 @@ class Phases:
         epochs: the number of passes over the batches in the first and in the second phase.
         steps: the number of optimiser steps ($K_1$, $K - K_1$), instead of `epochs`. The batches are repeated as often
             as necessary.
-        alternate: whether the phases alternate after each pass over the batches. The inner control points then keep
+        alternate: whether the phases alternate after each pass over the batches. The inner control points then retain
             their displacements from the chord when the end point moves. The optimiser state of these displacements is
             reset before each pass of the second phase. The option requires a flat space.
         patience: a phase ends after this number of steps without an improvement of the running mean of the losses. A

@@ -160,6 +160,7 @@ def plane(
         raise ArgumentError("curve: expected degree 2 or more, got 1; a line does not span a plane")
 
     phi = phi.detach()
+    # Equal ends leave the direction of the first axis undefined. Points on one line have no second axis.
     view = View.of(curve.space, phi)
     control = view(phi)
     if not bool((phi[-1] != phi[0]).any() and view.axes[1].any()):

@@ -106,6 +106,8 @@ def max_curvature(control: Control) -> tuple[float, float]:
     scaled = control / control.diff(dim=0).norm(dim=-1).max()
     velocity = degree * scaled.diff(dim=0)
     bend = (degree - 1) * velocity.diff(dim=0)
+    # `across` are the coefficients of N. The polynomial below is N'σ - 3Nσ', whose sign is that of the derivative of
+    # κ².
     square = _gram(velocity, velocity)
     mixed = _gram(velocity, bend)
     across = [a - b for a, b in zip(_multiply(square, _gram(bend, bend)), _multiply(mixed, mixed), strict=True)]

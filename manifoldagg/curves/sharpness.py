@@ -136,6 +136,7 @@ def sharpness_aware_gradient(
     # If the loss is not finite, the ascent point is undefined. The caller reports the loss.
     if sharpness is None or not bool(torch.isfinite(value)):
         return value, derivative
+    # As in Foret et al. 2021, the derivative of the ascent point with respect to θ is ignored.
     with torch.no_grad():
         ascent_point = sharpness.perturb(space, theta.detach(), derivative)
     ascent_loss, slope = _loss_and_derivative(loss, ascent_point, batch)

@@ -124,6 +124,7 @@ class PathFit:
             _check_num_observed(len(self._parameters) - 1, self.steps)
         # The last control point is a copy of the end. The others are overwritten below.
         points = end.detach().expand(self.degree, *end.shape).clone()
+        # One combination for each control point reads the end and all sums once.
         row, minus = self._displacement(end.detach())
         for phi, coefficients in zip(points[:-1], self._solution_weights().tolist(), strict=True):
             rows = [row, *self._sums]

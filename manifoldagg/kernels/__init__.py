@@ -279,8 +279,7 @@ def _combine_autograd(
     """Compute `combine` in plain torch, so that autograd can differentiate it.
 
     If a coefficient is the number 0, its row is omitted, as in the other backends. If the coefficients are a tensor, no
-    row is omitted, because the derivative with respect to a coefficient depends on its row even where the coefficient
-    is 0.
+    row is omitted. The derivative with respect to a coefficient depends on its row even where the coefficient is 0.
     """
     if out is not None:
         raise ArgumentError(

@@ -466,6 +466,7 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
             # Lists of plain numbers are the common case. They need neither a tensor nor a check of each entry.
             listed: list[Any] = list(coefficients)
             if len(listed) == k and NUMBER_TYPES.issuperset(map(type, listed)):
+                # All segments share one list, which no caller modifies.
                 return [[float(c) for c in listed]] * s
             nested = len(listed) == s and set(map(type, listed)) <= {list, tuple}
             if nested and all(len(line) == k and NUMBER_TYPES.issuperset(map(type, line)) for line in listed):

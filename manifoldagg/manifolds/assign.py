@@ -52,6 +52,7 @@ def assign_manifolds(
         if not isinstance(name, str):
             raise ArgumentError(f"manifolds: expected names or patterns, got {short_repr(name)}; write {str(name)!r}")
     pairs = []
+    # A pattern that matches no leaf is probably misspelt, so all matched patterns are recorded.
     matched = set()
     for leaf in layout.leaves:
         names = [leaf.name, *(alias for alias, name in layout.aliases if name == leaf.name)]

@@ -362,6 +362,7 @@ def _freeze_declared(manifold: Any, capabilities: Collection[str] | None, radius
         raise ArgumentError(f"manifold: expected an integer ndim, got {short_repr(manifold.ndim)}")
     if not isinstance(capabilities, Collection | None):
         raise ArgumentError(f"capabilities: expected names of primitives, got {short_repr(capabilities)}")
+    # The base class of geoopt does not implement `random`, so only a class that overrides it can draw points.
     draws = {"random_point"} if type(manifold).random is not geoopt.Manifold.random else set()
     declared = ASSUMED_PRIMITIVES | draws if capabilities is None else frozenset(capabilities)
     if radius is not None:

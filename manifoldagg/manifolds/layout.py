@@ -408,6 +408,7 @@ def tensors_of(source: nn.Module | Mapping[str, Tensor], prefix: str = "") -> di
         entries = dict(source)
     else:
         raise ArgumentError(f"source: expected a torch.nn.Module or a state dict, got {type(source).__name__}")
+    # Tests of sets of types and one search in the joined names are fast enough to run in every round.
     usual = set(map(type, entries.values())) <= {Tensor, nn.Parameter} and set(map(type, entries)) <= {str}
     if usual and EXTRA_STATE not in "".join(entries) and _are_dense(entries.values()):
         return entries  # for hundreds of tensors, the loop below would take longer than a step of a server

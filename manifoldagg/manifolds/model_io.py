@@ -55,6 +55,7 @@ def as_tensors(name: str, model: Any, *, writable: bool = False) -> dict[str, Te
     if len(tensors) < len(keys):
         duplicate = next(key for key in keys if keys.count(key) > 1)
         raise ArgumentError(f"{name}: expected names that differ as strings, got {short_repr(duplicate)} twice")
+    # One search in the joined names is faster than a test of each name.
     if EXTRA_STATE in "".join(keys):
         tensors = {key: x for key, x in tensors.items() if key.rpartition(".")[2] != EXTRA_STATE}
     if not set(map(type, tensors.values())) <= TENSOR_TYPES:

@@ -151,7 +151,7 @@ class ParameterSpace(Delegate):
         [`LowRank`][manifoldagg.manifolds.LowRank].
 
         - PEFT's names identify the pairs. The leaf `q.lora.weight` represents `q.lora_A.weight` and `q.lora_B.weight`.
-        - The leaf represents only the matrix $X$, whatever its factors.
+        - The leaf represents only the matrix $X$. Different factors of the same matrix are equivalent.
         - Biases of `lora_B` are scaled like the product. Other tensors are ordinary leaves.
         - State dicts with other ranks are accepted. A lower rank is exact, and a higher rank is truncated to the
           nearest matrix of the rank of the space.
@@ -166,8 +166,8 @@ class ParameterSpace(Delegate):
             buffer_policy: glob patterns of floating tensors that are not parameters, such as `"*mask"`, or a mapping
                 from patterns to `"average"`, `"latest"` or `"leave"`. Tensors named `running_mean`, `running_var` or
                 `num_batches_tracked`, and integer and boolean tensors, are always buffers. With the default policy
-                `"average"`, a server moves a buffer towards the client's value by the step of the rule. Integer and
-                boolean tensors keep the server's values, unless their policy is `"latest"`. A counter named
+                `"average"`, a server moves a buffer towards the client's value by the step of the rule. The server does
+                not change integer and boolean tensors, unless their policy is `"latest"`. A counter named
                 `num_batches_tracked` is replaced if the client's value is larger.
             personal: as in `of`. It cannot be combined with `adapters=True`.
             dtype: the dtype of points, as in `of`.

@@ -85,6 +85,7 @@ def read_spec(spec: Any) -> tuple[Layout, tuple[tuple[str, Manifold], ...], Adap
         raise ArgumentError(
             f"spec: expected format {FORMAT_VERSION}, got {short_repr(spec.get('format'))}, which another version wrote"
         )
+    # A spec may come from another machine, so any error in it is reported as an invalid argument.
     try:
         leaves, carried = (tuple(_read_entry(entry) for entry in spec[part]) for part in ("leaves", "buffers"))
         aliases = tuple((str(alias), str(name)) for alias, name in spec["aliases"])

@@ -273,7 +273,7 @@ def _find_library() -> ctypes.CDLL | str:
 def _load_or_build() -> ctypes.CDLL | str:
     """Return the prebuilt library, the cached library, or a newly compiled library, in this order of preference.
 
-    If there is none, return the reason as a string.
+    If no library can be loaded, return the reason as a string.
     """
     shipped = _find_prebuilt(SOURCE.parent, _cpu_features().split())
     if shipped is not None:

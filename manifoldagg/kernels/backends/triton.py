@@ -165,6 +165,7 @@ def combine(
     first = coefficients[0]
     alike = all(line == first for line in coefficients)
     used = [j for j, c in enumerate(first) if c != 0 or not alike]
+    # The order of the operands is: base, target, then the minuend and the subtrahend of each row.
     wanted = [base, out, *(row for j in used for row in (rows.plus[j], rows.minus[j]))]
     operands = LaunchOperands.of(wanted, rows.lengths, blocks)
     table = block_table(blocks, rows.device)
@@ -295,7 +296,7 @@ def _read(
     else:
         value = tl.load(_pointers(t, addresses, strides, offsets, DTYPES, ALIGNED), mask=mask, other=0)
     # bf16 is the upper half of a float32. A bit operation cannot flush a subnormal number. The shift discards the upper
-    # half, which holds the sign extension of the widening.
+    # half, which contains the sign extension of the widening.
     if DTYPES[t] == tl.bfloat16:
         value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return value.to(tl.float64)
@@ -313,7 +314,8 @@ def _write(
     if DTYPES[t] == tl.float16:
         value = value.to(tl.float32)
     if DTYPES[t] == tl.bfloat16:
-        # Round to nearest, ties to even. NaN is handled separately, because the carry could make it an infinity.
+        # Round to nearest, ties to even. NaN is handled separately, because the carry could make it an infinity. The
+        # bits 0x7FC0 are a quiet NaN in bf16.
         single = value.to(tl.float32)
         bits = single.to(tl.int32, bitcast=True)
         rounded = tl.where(single == single, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0).to(tl.int16)

@@ -185,6 +185,7 @@ class Adapters:
         own = _pair_scalings(scaling, {pair: pair.check(state, prefix=prefix) for pair in parts.pairs}, prefix)
         entries = {name: Entry(name, tuple(x.shape), x.dtype) for name, x in state.items()}
         pairs = [FactorEntries(entries[pair.first], entries[pair.second], own[pair]) for pair in parts.pairs]
+        # Only some adapters have biases. A bias belongs to the pair whose second factor has the same name.
         biases = []
         for pair in parts.pairs:
             if pair.bias_name in parts.scaled_biases:
@@ -294,6 +295,7 @@ class Adapters:
             state.keys() & (self._adapter_entries.keys() | self._factors_by_leaf.keys()),
             prefix,
         )
+        # The config of a client refers to its own ranks, so the ranks of its tensors determine its scalings.
         ranks = {pair.pair: pair.check(state, prefix) for pair in self.factors}
         own = {pair.second.name: pair.scaling for pair in self.factors}
         if scaling is not None:

@@ -13,7 +13,7 @@ from manifoldagg.manifolds.layout import Entry, check_memory
 
 __all__ = ["AdapterTensors", "FactorPair", "classify_tensors", "find_first_factor"]
 
-# The tail is lazy, so that ".weight" is not taken for the name of an adapter such as ".default".
+# The tail is lazy, so that it does not match ".weight" as the name of an adapter such as ".default".
 FIRST_FACTOR = re.compile(
     r"(?P<head>(?:.*\.)?)(?P<kind>lora_A|lora_embedding_A)(?P<tail>(?:\.[^.]+)??)(?P<weight>(?:\.weight)?)"
 )
@@ -130,6 +130,7 @@ def classify_tensors(names: Iterable[str], *, prefix: str = "adapter: ") -> Adap
     scaled: list[str] = []
     alone: list[str] = []
     taken: set[str] = set()
+    # The first pass finds all pairs, because the second factor of a pair can precede the first.
     for name in known:
         second = _second_factor(name)
         if second is None:
