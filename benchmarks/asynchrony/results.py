@@ -104,9 +104,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def tasks(delays: str = "measured") -> list[str]:
-    """Return the tasks of scenario A whose runs are stored."""
-    return [task for task in TASKS if (RESULTS / f"{task}-{delays}").is_dir()]
+def tasks(delays: str = "measured") -> dict[str, str]:
+    """Return the names of the tasks of scenario A whose runs are stored."""
+    return {task: name for task, name in TASKS.items() if (RESULTS / f"{task}-{delays}").is_dir()}
 
 
 def log_ratios(task: str, method: str, delays: str = "measured") -> list[float]:
@@ -396,7 +396,7 @@ def rewrap(page: str, width: int = 120) -> str:
 def render() -> dict[Path, str]:
     """Return the texts of all generated files."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
-    functions = (behind, cell, extreme, final, number, percent, points, ratio, slowdown, speedup)
+    functions = (behind, cell, extreme, final, number, percent, points, ratio, slowdown, speedup, tasks)
     context = {one.__name__: one for one in functions} | {"min": min, "max": max, "over": OVER}
     page = environment.from_string(TEMPLATE.read_text()).render(context)
     texts = {PAGE: rewrap(page), RESULTS / "pooled.md": markdown_table(pooled_table()) + "\n"}
