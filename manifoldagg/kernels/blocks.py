@@ -88,7 +88,7 @@ class Blocks:
 
 def _as_slice(positions: np.ndarray) -> Index:
     """Convert equally spaced indices to a slice, which indexes an array without copying it."""
-    gaps = np.diff(positions, prepend=positions[0] - 1)[1:]
+    gaps = np.diff(positions)
     if len(gaps) and (gaps != gaps[0]).any():
         return positions
     step = int(gaps[0]) if len(gaps) else 1

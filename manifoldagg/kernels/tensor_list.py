@@ -244,7 +244,7 @@ class TensorList(tuple[Tensor, ...]):
             # No dtype has more than 8 bytes per entry.
             small = 8 * max(self.lengths, default=0) < HUGE_PAGE_BYTES
             result = TensorList(map(torch.empty_like if small else empty_like, self))
-            result.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, is_contiguous=True, may_be_negative=False)
+            result.__dict__.update(lengths=self.lengths, dtypes=self.dtypes, is_contiguous=True)
             return result
         return TensorList(empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self)
 
