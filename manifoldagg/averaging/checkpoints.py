@@ -36,6 +36,7 @@ __all__ = [
     "check_alike",
     "map_state_dict",
     "open_checkpoint",
+    "with_largest_rank",
 ]
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -383,6 +384,24 @@ def _read_header(path: Path) -> tuple[dict[str, str], list[TensorEntry], list[An
 def _shifted(entries: Iterator[TensorEntry], offset: int) -> Iterator[TensorEntry]:
     """Yield entries whose positions refer to the whole file instead of to the end of the header."""
     yield from (entry._replace(begin=entry.begin + offset) for entry in entries)
+
+
+def with_largest_rank(config: bytes, checkpoints: Sequence[CheckpointFiles]) -> bytes:
+    """Return the configuration of a merged LoRA adapter, whose rank is the largest rank of the checkpoints.
+
+    The scaling of the adapter does not change, so `lora_alpha` changes together with the rank.
+    """
+    folders = [checkpoint.folder for checkpoint in checkpoints if checkpoint.scaling is not None and checkpoint.folder]
+    if checkpoints[0].scaling is None:
+        return config
+    tree = json.loads(config)
+    largest = max(json.loads((folder / ADAPTER_CONFIG).read_text())["r"] for folder in folders)
+    if largest == tree["r"]:
+        return config
+    ratio = largest / tree["r"]
+    alpha = tree["lora_alpha"] * (math.sqrt(ratio) if tree.get("use_rslora") else ratio)
+    tree |= {"r": largest, "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha}
+    return json.dumps(tree, indent=2).encode() + b"\n"
 
 
 def _adapter_scaling(folder: Path) -> Any:

@@ -15,7 +15,7 @@ from manifoldagg._validation import is_finite
 from manifoldagg.averaging.coefficients import Mean
 from manifoldagg.averaging.entries import is_batch_counter, labelled_karcher_mean, largest_counter
 from manifoldagg.averaging.lora import average_adapters
-from manifoldagg.averaging.merge_plan import CELL_SIZE, Part
+from manifoldagg.averaging.merge_plan import CELL_SIZE, Part, result_entries
 from manifoldagg.errors import StateDictError
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
@@ -173,8 +173,13 @@ def _write_factors(part: Part, mean: Mean, write: Write) -> float:
         result = average_adapters(states, c)
     else:
         result = average_adapters(states, scaling=(c * len(states)).tolist())
-    for name in part.names:
-        write(name, 0, result[name].flatten())
+    for entry, axis in zip(result_entries(part), (0, 1), strict=True):
+        factor = result[entry.name]
+        padded = factor.new_zeros(entry.shape)
+        # The file has the largest rank of all models. The mean has a lower rank if models with the weight 0 have the
+        # largest rank. Zeros complete the factors without a change of their product.
+        padded.narrow(axis, 0, factor.shape[axis]).copy_(factor)
+        write(entry.name, 0, padded.flatten())
     # The error is the norm of the written product minus the exact mean.
     stacks = [pair.stack(result), *_stacks(part)]
     coefficients = torch.cat([torch.ones(1, dtype=torch.float64), -c])

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, short_repr
 from manifoldagg.averaging.checkpoints import (
+    ADAPTER_CONFIG,
     CheckpointFiles,
     FilePool,
     StoredTensor,
     check_alike,
     open_checkpoint,
+    with_largest_rank,
 )
 from manifoldagg.averaging.coefficients import MeanMethod
 from manifoldagg.averaging.karcher import Weights
@@ -243,6 +245,8 @@ class MergePlan:
             is_small = path.is_file() and path.stat().st_size <= MAX_COPIED_BYTES
             if is_small and path.suffix in COPIED_SUFFIXES and not is_own:
                 found[path.name] = path.read_bytes()
+        if ADAPTER_CONFIG in found:
+            found[ADAPTER_CONFIG] = with_largest_rank(found[ADAPTER_CONFIG], self.models)
         if len(self.shards) > 1:
             tensors = {name: shard.name for shard in self.shards for name in shard.begins}
             # In the format of the index, the total size excludes the headers.

@@ -204,7 +204,9 @@ def accumulate(
             continue
         theirs = _concatenate(received, group, mine.device)
         if not _is_finite(theirs, mine, group):
-            odd = next(key for key in group.names if not _is_finite(received[key].to(mine.device), current[key], group))
+            # The default is necessary if another process changes a mapped file between both checks.
+            invalid = (key for key in group.names if not _is_finite(received[key].to(mine.device), current[key], group))
+            odd = next(invalid, group.names[0])
             raise ArgumentError(f"{name}: {odd}: expected {_expected_values(group, mine.dtype)}")
         if group.is_counter and not mine.is_floating_point():
             theirs = torch.maximum(theirs, mine if pending is None else pending.latest.vectors[i])

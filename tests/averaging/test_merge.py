@@ -639,3 +639,30 @@ def test_anonymous_memory_stays_small_for_one_huge_tensor(folder):
         for path in folder.iterdir():
             path.unlink()
     assert peak[0] < 256 << 20
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("arithmetic", {"weights": [1, 0]}),
+        ("karcher", {"weights": [1, 0]}),
+        ("bezier", {"t": 0.0}),
+        ("slerp", {"t": 0.0}),
+    ],
+)
+def test_an_adapter_with_all_the_weight_is_the_result_at_any_rank(folder, method, options):
+    states = [adapter(i, rank) for i, rank in enumerate((2, 4))]
+    paths = []
+    for i, state in enumerate(states):
+        (folder / f"a{i}").mkdir()
+        save_file(state, folder / f"a{i}" / "adapter_model.safetensors")
+        rank = state["base_model.model.q.lora_A.weight"].shape[0]
+        config = {"r": rank, "lora_alpha": 2 * rank}
+        (folder / f"a{i}" / "adapter_config.json").write_text(json.dumps(config))
+        paths.append(folder / f"a{i}")
+    merge(paths, out=folder / "mean", method=method, **options)
+    result = load_file(folder / "mean" / "adapter_model.safetensors")
+    error = (product(result) - product(states[0])).norm() / product(states[0]).norm()
+    assert error < 1e-6
+    assert result["base_model.model.q.lora_A.weight"].shape[0] == 4
+    assert json.loads((folder / "mean" / "adapter_config.json").read_text()) == {"r": 4, "lora_alpha": 8}
