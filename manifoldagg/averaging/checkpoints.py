@@ -35,8 +35,8 @@ __all__ = [
     "StoredTensor",
     "check_alike",
     "map_state_dict",
+    "merged_adapter_config",
     "open_checkpoint",
-    "with_largest_rank",
 ]
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -171,8 +171,7 @@ class CheckpointFiles:
         shards: the names of the tensors in each file, by the name of the file.
         metadata: the metadata of the first file.
         folder: the folder of the files, or `None` for a state dict.
-        scaling: the factor by which a LoRA adapter multiplies its products, with exceptions by name. `None` without an
-            adapter configuration.
+        adapter_config: the configuration of a LoRA adapter. `None` without a valid configuration.
         identity: the properties by which a restarted merge recognises the checkpoint.
     """
 
@@ -181,8 +180,16 @@ class CheckpointFiles:
     shards: Mapping[str, Sequence[str]] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None
-    scaling: Any = None
+    adapter_config: Mapping[str, Any] | None = None
     identity: Any = None
+
+    @property
+    def scaling(self) -> list[Any] | None:
+        """The factor by which a LoRA adapter multiplies its products, with exceptions by name.
+
+        It is `None` without an adapter configuration.
+        """
+        return None if self.adapter_config is None else _scaling_of(self.adapter_config)
 
 
 def map_state_dict(label: str, path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -240,7 +247,7 @@ def open_checkpoint(label: str, model: Any, pool: FilePool) -> CheckpointFiles:
     if missing:
         raise CheckpointError(f"{label}: {missing[0]}: expected it in {(weight_map or {})[missing[0]]} as in the index")
     folder = files[0].parent
-    return CheckpointFiles(label, tensors, shards, metadata, folder, _adapter_scaling(folder), identity)
+    return CheckpointFiles(label, tensors, shards, metadata, folder, _adapter_config(folder), identity)
 
 
 def check_alike(checkpoints: Sequence[CheckpointFiles], pairs: Sequence[FactorPair]) -> None:
@@ -386,34 +393,35 @@ def _shifted(entries: Iterator[TensorEntry], offset: int) -> Iterator[TensorEntr
     yield from (entry._replace(begin=entry.begin + offset) for entry in entries)
 
 
-def with_largest_rank(config: bytes, checkpoints: Sequence[CheckpointFiles]) -> bytes:
+def merged_adapter_config(checkpoints: Sequence[CheckpointFiles]) -> dict[str, Any] | None:
     """Return the configuration of a merged LoRA adapter, whose rank is the largest rank of the checkpoints.
 
-    The scaling of the adapter does not change, so `lora_alpha` changes together with the rank.
+    The scaling of the adapter does not change, so `lora_alpha` changes together with the rank. The result is `None` if
+    the configuration of the first checkpoint is already correct, or if it has none.
     """
-    folders = [checkpoint.folder for checkpoint in checkpoints if checkpoint.scaling is not None and checkpoint.folder]
-    if checkpoints[0].scaling is None:
-        return config
-    tree = json.loads(config)
-    largest = max(json.loads((folder / ADAPTER_CONFIG).read_text())["r"] for folder in folders)
-    if largest == tree["r"]:
-        return config
-    ratio = largest / tree["r"]
-    alpha = tree["lora_alpha"] * (math.sqrt(ratio) if tree.get("use_rslora") else ratio)
-    tree |= {"r": largest, "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha}
-    return json.dumps(tree, indent=2).encode() + b"\n"
+    configs = [checkpoint.adapter_config for checkpoint in checkpoints if checkpoint.adapter_config is not None]
+    first = checkpoints[0].adapter_config
+    rank = max((config["r"] for config in configs), default=None)
+    if first is None or rank == first["r"]:
+        return None
+    ratio = rank / first["r"]
+    alpha = first["lora_alpha"] * (math.sqrt(ratio) if first.get("use_rslora") else ratio)
+    return {**first, "r": rank, "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha}
 
 
-def _adapter_scaling(folder: Path) -> Any:
-    """Read the scaling factor of a LoRA adapter, and its exceptions for some modules, from the configuration file.
-
-    If there is no valid configuration, the result is `None`.
-    """
+def _adapter_config(folder: Path) -> dict[str, Any] | None:
+    """Read the configuration of a LoRA adapter. If there is no valid configuration, the result is `None`."""
     try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text())
-        rank = config["r"]
-        alpha = config["lora_alpha"]
-        factor = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-        return [factor, config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}]
+        config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text())
+        _scaling_of(config)
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, AttributeError):
         return None
+    return config
+
+
+def _scaling_of(config: Mapping[str, Any]) -> list[Any]:
+    """Return the factor by which a LoRA adapter multiplies its products, and its exceptions for some modules."""
+    rank = config["r"]
+    alpha = config["lora_alpha"]
+    factor = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    return [factor, config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}]

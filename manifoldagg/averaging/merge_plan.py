@@ -20,8 +20,8 @@ from manifoldagg.averaging.checkpoints import (
     FilePool,
     StoredTensor,
     check_alike,
+    merged_adapter_config,
     open_checkpoint,
-    with_largest_rank,
 )
 from manifoldagg.averaging.coefficients import MeanMethod
 from manifoldagg.averaging.karcher import Weights
@@ -245,8 +245,8 @@ class MergePlan:
             is_small = path.is_file() and path.stat().st_size <= MAX_COPIED_BYTES
             if is_small and path.suffix in COPIED_SUFFIXES and not is_own:
                 found[path.name] = path.read_bytes()
-        if ADAPTER_CONFIG in found:
-            found[ADAPTER_CONFIG] = with_largest_rank(found[ADAPTER_CONFIG], self.models)
+        if (config := merged_adapter_config(self.models)) is not None:
+            found[ADAPTER_CONFIG] = json.dumps(config, indent=2).encode() + b"\n"
         if len(self.shards) > 1:
             tensors = {name: shard.name for shard in self.shards for name in shard.begins}
             # In the format of the index, the total size excludes the headers.
