@@ -204,9 +204,9 @@ def accumulate(
             continue
         theirs = _concatenate(received, group, mine.device)
         if not _is_finite(theirs, mine, group):
-            # The default is necessary if another process changes a mapped file between both checks.
-            invalid = (key for key in group.names if not _is_finite(received[key].to(mine.device), current[key], group))
-            odd = next(invalid, group.names[0])
+            # The copy in `theirs` is searched, because another process may change a mapped file in the meantime.
+            pairs = zip(group.names, theirs.split(group.sizes), mine.split(group.sizes), strict=True)
+            odd = next(key for key, value, own in pairs if not _is_finite(value, own, group))
             raise ArgumentError(f"{name}: {odd}: expected {_expected_values(group, mine.dtype)}")
         if group.is_counter and not mine.is_floating_point():
             theirs = torch.maximum(theirs, mine if pending is None else pending.latest.vectors[i])
