@@ -59,7 +59,7 @@ NAMES = {
     "AsyncBezier(epochs=1+1)": "AsyncBezier",
 }
 """The display names of the methods of scenario A."""
-LONG_TASKS = {"mnist": "MNIST", "shakespeare": "Shakespeare"}
+LONG_TASKS = ("mnist", "shakespeare")
 """The tasks of scenario D."""
 SHORT_RUN = 200
 """The number of updates of a short run."""
