@@ -81,7 +81,8 @@ class LabelledDataset:
             values must be better.
 
     Raises:
-        ArgumentError: if a field has an invalid shape or dtype, or if `metrics` is empty.
+        ArgumentError: if a field has an invalid type, shape or dtype, if a label is negative, or if there are no
+            samples or no metrics.
 
     Example:
         >>> from torch.nn.functional import binary_cross_entropy_with_logits
@@ -115,6 +116,8 @@ class LabelledDataset:
             check_instance(name, getattr(self, name), Tensor, f"torch.as_tensor({name})")
         if isinstance(self.model, nn.Module):
             raise ArgumentError("model: expected a function that creates a module, got a module")
+        if self.inputs.ndim == 0 or self.labels.numel() == 0:
+            raise ArgumentError(f"inputs: expected at least one sample, got {tuple(self.inputs.shape)}")
         samples = len(self.inputs)
         if self.has_label_sets:
             if self.labels.shape[0] != samples or not ((self.labels == 0) | (self.labels == 1)).all():
@@ -127,11 +130,22 @@ class LabelledDataset:
                 given = f"{self.labels.dtype} of shape {tuple(self.labels.shape)}"
                 each = "samples or tokens" if tokens else "samples"
                 raise ArgumentError(f"labels: expected int64, one for each of {samples} {each}, got {given}")
+            if (least := int(self.labels.min())) < 0:
+                raise ArgumentError(f"labels: expected classes >= 0, got {least}")
+        # The loss of each sample requires the option `reduction`, which modules such as `nn.CrossEntropyLoss` lack.
+        if isinstance(self.criterion, nn.Module) or not callable(self.criterion):
+            raise ArgumentError(
+                f"criterion: expected a function such as torch.nn.functional.cross_entropy, got "
+                f"{short_repr(self.criterion)}"
+            )
+        check_instance("metrics", self.metrics, Mapping)
         if not self.metrics:
             raise ArgumentError("metrics: expected at least one metric by name, got an empty mapping")
         for name, metric in self.metrics.items():
             check_instance(f"metrics: {name}", metric, Metric)
         for name, told, dtype in (("user_ids", self.user_ids, torch.int64), ("test_mask", self.test_mask, torch.bool)):
+            if told is not None:
+                check_instance(name, told, Tensor, f"torch.as_tensor({name})")
             if told is not None and (told.dtype != dtype or told.shape != (samples,)):
                 given = f"{told.dtype} of shape {tuple(told.shape)}"
                 raise ArgumentError(f"{name}: expected {dtype} of shape ({samples},), got {given}")

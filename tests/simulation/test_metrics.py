@@ -253,9 +253,16 @@ def test_a_partition_by_class_receives_the_first_label():
         ({"labels": torch.full((4, 2), 0.5)}, r"labels: expected zeros and ones of shape \(4, labels\), got shape"),
         ({"labels": torch.ones(3, 2)}, r"labels: expected zeros and ones of shape \(4, labels\), got shape \(3, 2\)"),
         ({"labels": torch.ones(4)}, "labels: expected int64"),
+        ({"labels": torch.tensor([0, 1, -1, 0])}, "labels: expected classes >= 0, got -1"),
+        ({"inputs": torch.zeros(0, 12), "labels": torch.zeros(0, dtype=torch.int64)}, "inputs: expected at least one"),
         ({"metrics": {}}, "metrics: expected at least one metric by name"),
+        ({"metrics": ["accuracy"]}, "metrics: expected"),
+        ({"user_ids": [0, 1, 2, 3]}, "user_ids: expected"),
+        ({"criterion": None}, "criterion: expected a function such as"),
+        ({"criterion": torch.nn.CrossEntropyLoss()}, "criterion: expected a function such as"),
     ],
 )
+@pytest.mark.usefixtures("as_shipped")
 def test_invalid_label_sets_and_metrics_are_errors(fields, message):
     given = {"inputs": torch.zeros(4, 12), "labels": torch.ones(4, 5)} | fields
     with pytest.raises(ArgumentError, match=message):
