@@ -109,7 +109,12 @@ def correction_quality(
     check_instance("correction", correction, Correction)
     state = None
     descents: list[list[float]] = []
-    for base, current, displacement in updates:
+    for i, update in enumerate(updates):
+        if len(update) != 3:
+            raise ArgumentError(
+                f"updates: {i}: expected a triple (base, current, displacement), got {len(update)} items"
+            )
+        base, current, displacement = update
         frame = Frame.of(space, base, current, displacement[None], transport=transport)
         corrected = correction.apply(frame, state)
         state = corrected.state

@@ -111,8 +111,10 @@ def test_an_update_that_increases_the_loss_gives_a_positive_d():
         ({"gradient": lambda model: torch.zeros(3)}, "gradient: expected"),
         ({"gradient": lambda model: model + math.nan}, "gradient: expected finite"),
         ({"updates": [(torch.zeros(2), torch.zeros(3), torch.zeros(2))]}, "current: expected"),
+        ({"updates": [(torch.zeros(2), torch.zeros(2))]}, "updates: 0: expected a triple"),
     ],
 )
+@pytest.mark.usefixtures("as_shipped")
 def test_invalid_arguments_are_rejected(fields, message):
     given = {"updates": [(torch.zeros(2), torch.ones(2), torch.ones(2))], "gradient": lambda model: model} | fields
     with pytest.raises(ArgumentError, match=message):
