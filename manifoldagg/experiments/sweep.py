@@ -40,9 +40,9 @@ def load_sweep(folders: Iterable[Path | str], option: str) -> pd.DataFrame:
         two columns are the ends of the 95 % interval over the seeds; they are NaN with one seed.
 
     Raises:
-        ArgumentError: if a folder is not a report, if the reports differ in other settings, if no report has the
-            option, if a value is not a number, if there are fewer than two values, or if two reports contain a run of
-            the same method, value and seed.
+        ArgumentError: if a folder is not a report, if the reports differ in other settings, if a report has no value
+            of the option, if a value is not a number, if there are fewer than two values, or if two reports contain a
+            run of the same method, value and seed.
     """
     return _frame(_read_reports(folders), option)
 
@@ -63,16 +63,26 @@ def _frame(reports: Reports, option: str) -> pd.DataFrame:
     """Return the data frame of `load_sweep`."""
     _check_equal_settings(reports, option)
     finals: dict[tuple[str, float], dict[int, float]] = {}
+    unused = []
     for folder, report in reports:
+        is_used = False
         last = {(row["method"], row["seed"]): row["accuracy"] for row in report["log"]}
         for (label, seed), accuracy in last.items():
             method, value = _method_and_value(report["settings"], label, option)
             if value is None:
                 continue
+            is_used = True
             seeds = finals.setdefault((method, _number(option, value)), {})
             if seed in seeds:
                 raise ArgumentError(f"folders: {folder}: {method} with {option}={value} and seed {seed} is given twice")
             seeds[seed] = accuracy
+        if not is_used:
+            unused.append(folder)
+    if finals and unused:
+        raise ArgumentError(
+            f"folders: {unused[0]}: expected a report with a value of {option}, got its default; set the option in "
+            "each comparison"
+        )
     if len({value for _, value in finals}) < 2:
         given = ", ".join(f"{value:g}" for _, value in finals) or "no value"
         raise ArgumentError(f"sweep: expected reports with two or more values of {option}, got {given}")

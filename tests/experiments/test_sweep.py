@@ -13,7 +13,7 @@ from manifoldagg.experiments.compare import compare
 from manifoldagg.experiments.registry import methods
 from manifoldagg.experiments.report import read_report, write_report
 from manifoldagg.experiments.statistics import mean_ci
-from manifoldagg.experiments.sweep import load_sweep, write_sweep
+from manifoldagg.experiments.sweep import _frame, load_sweep, write_sweep
 from tests.cli.test_cli import call
 from tests.simulation.test_run import clusters
 
@@ -122,6 +122,11 @@ def test_reports_that_differ_in_another_setting_are_rejected(reports, option, me
         load_sweep(reports, option)
 
 
+def with_concurrency(folder, value):
+    report = read_report(folder)
+    return {**report, "settings": {**report["settings"], "concurrency": value}}
+
+
 def test_invalid_sweeps_are_rejected(reports, tmp_path):
     with pytest.raises(ArgumentError, match="sweep: expected reports with two or more values of batch, got 16"):
         load_sweep(reports[:1], "batch")
@@ -133,6 +138,8 @@ def test_invalid_sweeps_are_rejected(reports, tmp_path):
         ArgumentError, match="sweep: expected an option whose values are numbers, got partition=dirichlet"
     ):
         load_sweep(reports[:1], "partition")
+    with pytest.raises(ArgumentError, match="folders: 1: expected a report with a value of concurrency, got its def"):
+        _frame([(str(i), with_concurrency(reports[0], value)) for i, value in enumerate((4, None, 2))], "concurrency")
     with pytest.raises(ArgumentError, match="FedAsync with concurrency=4 and seed 0 is given twice"):
         load_sweep([reports[0], *reports], "concurrency")
     with pytest.raises(ArgumentError, match="folders: .*nowhere: expected a report of `manifoldagg compare`"):
