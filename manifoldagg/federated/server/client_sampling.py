@@ -370,7 +370,7 @@ def sampler_for(
     | otherwise | [`AsyncSampler`][manifoldagg.federated.server.client_sampling.AsyncSampler] |
 
     The attribute `over_selection` of a rule with a cohort is the number of additional clients as a fraction of the
-    cohort.
+    cohort. If it is positive, a cohort of 1 has a `CohortSampler` too.
 
     Args:
         rule: the rule of the server.
@@ -400,11 +400,11 @@ def sampler_for(
             _check_routing(routing, clients), len(clients) if concurrency is None else concurrency, generator, slots
         )
     draw = rule_attribute(rule, "draw")
-    if draw is None and rule.cohort == 1:
+    over_selection = rule_attribute(rule, "over_selection") or 0.0
+    if draw is None and rule.cohort == 1 and not over_selection:
         return AsyncSampler(concurrency, generator, slots)
     if refill is not None:
         raise ArgumentError(f"refill: expected None, as {type(rule).__name__} decides when clients get tasks")
-    over_selection = rule_attribute(rule, "over_selection") or 0.0
     if draw is not None:
         if over_selection:
             raise ArgumentError(f"rule: over_selection: expected 0, as {type(rule).__name__} draws its own clients")
@@ -412,7 +412,8 @@ def sampler_for(
     if concurrency is not None:
         raise ArgumentError(f"concurrency: expected None, as {type(rule).__name__} waits for a cohort of {rule.cohort}")
     # The small constant corrects products that are rounded up. For example, 0.07 * 100 is slightly larger than 7.
-    return CohortSampler(rule.cohort, generator, math.ceil(over_selection * rule.cohort - 1e-9))
+    additional = min(over_selection * rule.cohort, float(len(clients)))
+    return CohortSampler(rule.cohort, generator, math.ceil(additional - 1e-9))
 
 
 def rule_attribute(rule: Any, name: str) -> Any:
