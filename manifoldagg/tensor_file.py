@@ -63,6 +63,8 @@ DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.
 DTYPES |= {"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 """The dtypes that every safetensors reader supports. Other dtypes are stored as bytes."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_SIZE = 2**58
+"""The upper bound of the number of entries of a tensor, for which its number of bytes is a 64-bit integer."""
 
 
 class TensorEntry(NamedTuple):
@@ -332,7 +334,10 @@ def parse_shape(shape: Any) -> tuple[int, ...]:
     Raises:
         ValueError: if the shape is invalid.
     """
-    if type(shape) is list and len(shape) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 2**62 for n in shape):
+    is_list = type(shape) is list and len(shape) <= MAX_DIMENSIONS
+    has_sizes = is_list and all(type(n) is int and 0 <= n < MAX_SIZE for n in shape)
+    # The strides of an empty tensor are products of its other sizes, which can overflow too.
+    if has_sizes and math.prod(max(n, 1) for n in shape) < MAX_SIZE:
         return tuple(shape)
     raise ValueError("an invalid shape")
 

@@ -32,7 +32,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from manifoldagg import Server, wire
-from manifoldagg.averaging.checkpoints import map_state_dict
+from manifoldagg.averaging.checkpoints import FilePool, open_checkpoint
 from manifoldagg.errors import ArgumentError, BusyError, CheckpointError, ManifoldAggError, WireError
 from manifoldagg.experiments import load_dataset
 from manifoldagg.federated import Receipt, ServerLimits, suggest_rate
@@ -255,7 +255,7 @@ def checked(path: Path) -> Path:
         got = f"a header of {length} bytes, which is more than {MAX_HEADER}"
         raise ArgumentError(f"model: expected a safetensors file, got {got}")
     try:
-        map_state_dict("model", path)
+        open_checkpoint("model", path, FilePool())
     except CheckpointError as error:
         got = f"an upload that{str(error).removeprefix(f'{path}:')}"
         raise ArgumentError(f"model: expected a safetensors file, got {got}") from None

@@ -76,6 +76,7 @@ class MergeInfo:
         method: the name of the method.
         scope: `"tensor"` or `"model"`.
         inputs: the labels of the checkpoints.
+        files: the names of the files of the result, without the certificate.
         weights: the normalised weights.
         tensors: the certificate of each floating tensor.
         model: the certificate of all flat tensors and factors together.
@@ -85,6 +86,7 @@ class MergeInfo:
     method: str
     scope: str
     inputs: tuple[str, ...]
+    files: tuple[str, ...]
     weights: tuple[float, ...]
     tensors: tuple[Certificate, ...]
     model: Certificate

@@ -33,8 +33,8 @@ __all__ = [
     "CheckpointFiles",
     "FilePool",
     "StoredTensor",
+    "as_path",
     "check_alike",
-    "map_state_dict",
     "merged_adapter_config",
     "open_checkpoint",
 ]
@@ -191,23 +191,53 @@ class CheckpointFiles:
         """
         return None if self.adapter_config is None else _scaling_of(self.adapter_config)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors as views of the mapped files.
 
-def map_state_dict(label: str, path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors checkpoint as views of the mapped file.
+        The operating system loads a page of a file only when the page is read, and can drop it again. A large
+        checkpoint therefore needs little memory. Do not write to the tensors. Call `check_unchanged` after reading
+        them.
+        """
+        return {name: tensor.read().view(tensor.entry.shape) for name, tensor in self.tensors.items()}
 
-    The operating system loads a page of the file only when the page is read, and can drop it again. A large checkpoint
-    therefore needs little memory. Do not write to the tensors, and do not change the file while they exist.
+    def check_unchanged(self, prefix: str = "") -> None:
+        """Check that no file was changed since its header was read.
 
-    Args:
-        label: the name of the argument, for error messages.
-        path: the path of a safetensors file, of an index of shards, or of a folder.
+        Otherwise, different reads could return entries of two versions of a file.
+
+        Args:
+            prefix: the beginning of the error message.
+
+        Raises:
+            CheckpointError: if a file was changed or removed. The message contains the path of the file.
+        """
+        for path, size, modified, _ in self.identity if self.folder is not None else ():
+            try:
+                status = os.stat(path)
+                changed = (status.st_size, status.st_mtime_ns) != (size, modified)
+            except OSError:
+                changed = True
+            if changed:
+                raise CheckpointError(f"{prefix}{path}: expected an unchanged file during the call, got a changed one")
+
+
+def as_path(name: str, path: Any) -> Path:
+    """Return a path argument as a `Path`.
 
     Raises:
-        ArgumentError: if the path is not that of a checkpoint.
-        CheckpointError: if a file is invalid. The message contains the path of the file.
+        ArgumentError: if `path` is not a path, or if the operating system does not accept it.
     """
-    tensors = open_checkpoint(label, path, FilePool()).tensors
-    return {name: tensor.read().view(tensor.entry.shape) for name, tensor in tensors.items()}
+    try:
+        text = os.fspath(path)
+        if not isinstance(text, str):
+            raise TypeError("it consists of bytes")
+        os.lstat(text)
+    except FileNotFoundError:
+        pass
+    except (OSError, TypeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ArgumentError(f"{name}: expected a valid path, got {short_repr(path)}: {reason}") from None
+    return Path(text)
 
 
 def open_checkpoint(label: str, model: Any, pool: FilePool) -> CheckpointFiles:
@@ -224,7 +254,7 @@ def open_checkpoint(label: str, model: Any, pool: FilePool) -> CheckpointFiles:
     """
     if not isinstance(model, str | os.PathLike):
         return _in_memory(label, model)
-    place = Path(model)
+    place = as_path(label, model)
     files, weight_map = _find_files(label, place)
     label = str(place)
     tensors: dict[str, StoredTensor] = {}
@@ -378,6 +408,9 @@ def _read_header(path: Path) -> tuple[dict[str, str], list[TensorEntry], list[An
     try:
         lines = parse_json(header.decode())
         metadata = lines.pop("__metadata__", {})
+        if type(metadata) is not dict or any(type(text) is not str for text in metadata.values()):
+            raise ValueError("expected metadata that are strings")
+        "".join([*lines, *metadata, *metadata.values()]).encode()  # JSON can contain text that UTF-8 cannot encode.
         entries = [*_shifted(parse_entries(lines, FOREIGN_DTYPES), 8 + length)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not a safetensors file: {error}") from None
@@ -393,15 +426,20 @@ def _shifted(entries: Iterator[TensorEntry], offset: int) -> Iterator[TensorEntr
     yield from (entry._replace(begin=entry.begin + offset) for entry in entries)
 
 
-def merged_adapter_config(checkpoints: Sequence[CheckpointFiles]) -> dict[str, Any] | None:
+def merged_adapter_config(checkpoints: Sequence[CheckpointFiles], tensor_ranks: Sequence[int]) -> dict[str, Any] | None:
     """Return the configuration of a merged LoRA adapter, whose rank is the largest rank of the checkpoints.
 
     The scaling of the adapter does not change, so `lora_alpha` changes together with the rank. The result is `None` if
     the configuration of the first checkpoint is already correct, or if it has none.
+
+    Args:
+        checkpoints: the checkpoints.
+        tensor_ranks: the largest rank of the factors of each checkpoint, for checkpoints without a configuration.
     """
-    configs = [checkpoint.adapter_config for checkpoint in checkpoints if checkpoint.adapter_config is not None]
-    first = checkpoints[0].adapter_config
-    rank = max((config["r"] for config in configs), default=None)
+    configs = [checkpoint.adapter_config for checkpoint in checkpoints]
+    first = configs[0]
+    pairs = zip(configs, tensor_ranks, strict=True)
+    rank = max(other if config is None else config["r"] for config, other in pairs)
     if first is None or rank == first["r"]:
         return None
     ratio = rank / first["r"]

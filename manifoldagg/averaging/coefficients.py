@@ -30,6 +30,7 @@ mergekit (version 0.1.5) differs in these points:
 On tensors in float64, the results agree to a relative difference of 1e-12 (`benchmarks/peers/mergekit_equality.py`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,6 +54,8 @@ DIRECTIONAL_METHODS = frozenset({"karcher", "slerp", "radial"})
 TOLERANCE = 1e-12
 """The tolerance for the residual of a Karcher mean, in radians."""
 MAX_STEPS = 200
+MIN_SUM_OF_DIRECTIONS = 1e-4
+"""The smallest length of the sum of two directions for which their spherical interpolation is accurate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,6 +267,11 @@ class MeanMethod:
         # Every direction is the first direction plus a difference.
         corners[:, 0] = 1.0
         points = corners[:, None]
+        if self.name == "slerp":
+            parts = _slerp(spheres, corners, w)
+            point = spheres._project((parts @ corners)[None])
+            logs = (w[:, None, None] * spheres._log(point.expand_as(points), points)).sum(0)
+            return parts, float(spheres.square(logs).sqrt())
         if self.name == "radial":
             total = (w @ corners)[None]
             if not bool(spheres.square(total) > 0):
@@ -284,3 +292,25 @@ class MeanMethod:
         parts = point[0].clone()
         parts[0] -= point[0, 1:].sum()
         return parts, residual
+
+
+def _slerp(spheres: SpheresInSpan, corners: Tensor, w: Tensor) -> Tensor:
+    r"""Compute the coefficients $\sin(w_i \theta) / \sin\theta$ of two directions with the angle $\theta$.
+
+    Args:
+        spheres: the span of the directions.
+        corners: the two directions (2, 2) in the basis of the span.
+        w: their weights (2,), with the sum 1.
+
+    Raises:
+        ArgumentError: if the directions are opposite.
+    """
+    difference = float(spheres.square(corners[1:] - corners[:1]).sqrt())
+    total = float(spheres.square(corners.sum(0, keepdim=True)).sqrt())
+    if total < MIN_SUM_OF_DIRECTIONS:
+        raise ArgumentError(
+            "models: expected directions that are not opposite, got an angle of 180 degrees; use method='arithmetic'"
+        )
+    # For opposite or equal directions, the arccosine of an inner product would lose half of the digits.
+    angle = 2 * math.atan2(difference, total)
+    return torch.sin(w * angle) / math.sin(angle) if angle > 0 else w.clone()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manifoldagg._validation import warn_caller
+from manifoldagg._validation import check_choice, warn_caller
 from manifoldagg.averaging.certificate import Certificate, MergeInfo, certify, distance_warnings, total_certificate
 from manifoldagg.averaging.coefficients import InnerProducts, Mean
 from manifoldagg.averaging.karcher import Weights
@@ -94,7 +94,8 @@ def merge(
             - The disk has too little free space.
             - The directions are too far apart for a Karcher mean.
         StateDictError: if a tensor is not finite. The message contains the file and the name of the tensor.
-        CheckpointError: if a file is invalid or was changed during the merge, or after a system error.
+        CheckpointError: if a file is invalid or was changed during the merge, or after a system error. If an input
+            becomes shorter during the merge, the operating system may end the process with the signal SIGBUS instead.
         BusyError: if another process is writing the same result.
 
     Warns:
@@ -151,6 +152,7 @@ def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None
         resume: whether to continue an interrupted merge. Otherwise the merge starts again.
         progress: a function that is called after each step with the number of processed bytes and the total number.
     """
+    check_choice("resume", resume, (True, False))
     total = plan.bytes_read + plan.bytes_written
     done = 0
     with MergeDraft(plan, resume=resume) as draft, _ReadAhead(plan, draft) as ahead:
@@ -167,10 +169,11 @@ def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None
             done += part.num_bytes(step.start, step.stop) + (part.result_bytes(step.start, step.stop) * step.is_write)
             if progress is not None:
                 progress(done, total)
-        info = run.info()
-        # A file that was changed during the merge could have contributed entries of two versions.
-        plan.check_inputs()
-        draft.publish(info.to_json())
+        for model in plan.models:
+            model.check_unchanged()
+        extra = plan.extra_files()
+        info = run.info([*(shard.name for shard in plan.shards), *extra])
+        draft.publish(info.to_json(), extra)
     if progress is not None:
         progress(total, total)
     return info
@@ -199,8 +202,8 @@ class _Run:
         """Add the recorded numbers of a step."""
         self._numbers.setdefault((step.part, step.is_write), []).append(numbers)
 
-    def info(self) -> MergeInfo:
-        """Return the certificates after the last step."""
+    def info(self, files: Sequence[str]) -> MergeInfo:
+        """Return the certificates after the last step. `files` are the names of the files of the result."""
         plan = self.plan
         certificates = [self._certificate(i) for i, part in enumerate(plan.parts) if part.kind != "copied"]
         shared = self._mean_of_model() if plan.scope == "model" else None
@@ -209,6 +212,7 @@ class _Run:
             method=plan.method.name,
             scope=plan.scope,
             inputs=tuple(model.label for model in plan.models),
+            files=tuple(files),
             weights=tuple(plan.method.weights.tolist()),
             tensors=tuple(certificates),
             model=model,

@@ -4,9 +4,9 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -42,17 +42,19 @@ class MergeDraft:
     Raises:
         ArgumentError: if the draft belongs to another plan, or the disk has too little free space.
         BusyError: if another process is writing this result.
+        CheckpointError: if the system reports an error.
     """
 
     def __init__(self, plan: MergePlan, *, resume: bool) -> None:
         self.plan = plan
         # The draft is on the file system of the result, which hard links and atomic moves require.
         self.folder = plan.out.with_name(f".{plan.out.name}.merge")
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        try:
-            self._lock = FileLock(self.folder / "lock")
-        except BlockingIOError:
-            raise BusyError(f"out: {plan.out}: another process is writing this merge") from None
+        with _system_errors(self.folder):
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            try:
+                self._lock = FileLock(self.folder / "lock")
+            except BlockingIOError:
+                raise BusyError(f"out: {plan.out}: another process is writing this merge") from None
         self.records: dict[int, Numbers] = {}
         self._descriptors: dict[int, int] = {}
         self._lines: list[bytes] = []
@@ -62,7 +64,8 @@ class MergeDraft:
         self._journal = -1
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge-sync")
         try:
-            self._open(resume)
+            with _system_errors(self.folder):
+                self._open(resume)
         except BaseException:
             self.close()
             raise
@@ -119,7 +122,7 @@ class MergeDraft:
         if wait:
             self._commit.result()
 
-    def publish(self, certificate: str) -> None:
+    def publish(self, certificate: str, extra: Mapping[str, bytes]) -> None:
         """Move the result to its final path.
 
         The move is atomic, so a reader sees either the old result or the complete new result. The draft is removed at
@@ -127,15 +130,24 @@ class MergeDraft:
 
         Args:
             certificate: the JSON text of the certificates.
+            extra: the contents of the index and of the configurations by file name, for a result in a folder.
+
+        Raises:
+            CheckpointError: if the system reports an error.
         """
         self.commit(wait=True)
+        with _system_errors(self.plan.out):
+            self._move(certificate, extra)
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _move(self, certificate: str, extra: Mapping[str, bytes]) -> None:
         # The result consists of hard links, so the draft stays complete until it is removed.
         files = {shard.name: self.folder / shard.name for shard in self.plan.shards}
-        extra = {**self.plan.extra_files(), self.plan.certificate_path.name: certificate.encode()}
         if self.plan.is_folder:
             with atomic_write(self.plan.out) as draft:
                 draft.mkdir()
-                for name, data in extra.items():
+                for name, data in {**extra, self.plan.certificate_path.name: certificate.encode()}.items():
                     (draft / name).write_bytes(data)
                 for name, path in files.items():
                     _link(path, draft / name)
@@ -145,8 +157,6 @@ class MergeDraft:
                 draft.write_text(certificate)
             with atomic_write(self.plan.out) as draft:
                 _link(files[self.plan.out.name], draft)
-        self.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _open(self, resume: bool) -> None:
         """Open the shards and the journal, create missing files, and read the records of completed steps."""
@@ -233,25 +243,30 @@ class MergeDraft:
         Raises:
             CheckpointError: if the system reports an error.
         """
-        try:
+        with _system_errors(self.folder):
             # The system may write fewer bytes than requested.
             while data:
                 count = os.pwrite(self._descriptors[i], data, position)
                 data, position = data[count:], position + count
-        except OSError as error:
-            raise CheckpointError(f"{self.folder}: could not be written: {error.strerror or error}") from error
 
     def _sync(self, lines: bytes, dirty: Sequence[int]) -> None:
         """Write changed shards, and then new lines of the journal, to the disk. It runs in the background thread."""
-        try:
+        with _system_errors(self.folder):
             # A record must not reach the disk before the bytes that it describes.
             for descriptor in dirty:
                 os.fsync(descriptor)
             write: Callable[[memoryview], int] = lambda piece: os.write(self._journal, piece)  # noqa: E731
             write_all(write, memoryview(lines), 0)
             os.fsync(self._journal)
-        except OSError as error:
-            raise CheckpointError(f"{self.folder}: could not be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _system_errors(path: Path) -> Iterator[None]:
+    """Raise a `CheckpointError` for each error of the operating system in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: could not be written: {error.strerror or error}") from error
 
 
 def _line(text: bytes) -> bytes:

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, short_repr
+from manifoldagg.averaging.certificate import MergeInfo
 from manifoldagg.averaging.checkpoints import (
     ADAPTER_CONFIG,
     CheckpointFiles,
     FilePool,
     StoredTensor,
+    as_path,
     check_alike,
     merged_adapter_config,
     open_checkpoint,
@@ -26,7 +28,7 @@ from manifoldagg.averaging.checkpoints import (
 from manifoldagg.averaging.coefficients import MeanMethod
 from manifoldagg.averaging.karcher import Weights
 from manifoldagg.averaging.merge_shards import Shard, divide_into_shards
-from manifoldagg.errors import ArgumentError, CheckpointError, StateDictError
+from manifoldagg.errors import ArgumentError, StateDictError
 from manifoldagg.manifolds import Manifold
 from manifoldagg.manifolds.assign import Assignment, assign_manifolds
 from manifoldagg.manifolds.layout import Entry, ModelSignature, layout_of
@@ -245,7 +247,9 @@ class MergePlan:
             is_small = path.is_file() and path.stat().st_size <= MAX_COPIED_BYTES
             if is_small and path.suffix in COPIED_SUFFIXES and not is_own:
                 found[path.name] = path.read_bytes()
-        if (config := merged_adapter_config(self.models)) is not None:
+        factors = [part.tensors[0] for part in self.parts if part.kind == "factors"]
+        ranks = [max((column[i].entry.shape[0] for column in factors), default=0) for i in range(len(self.models))]
+        if (config := merged_adapter_config(self.models, ranks)) is not None:
             found[ADAPTER_CONFIG] = json.dumps(config, indent=2).encode() + b"\n"
         if len(self.shards) > 1:
             tensors = {name: shard.name for shard in self.shards for name in shard.begins}
@@ -255,18 +259,6 @@ class MergePlan:
             stem = self.shards[0].name.partition("-00001-of-")[0]
             found[f"{stem}.safetensors.index.json"] = json.dumps(index, indent=2).encode() + b"\n"
         return found
-
-    def check_inputs(self) -> None:
-        """Check that no input file was changed since its header was read.
-
-        Raises:
-            CheckpointError: if a file was changed. The message contains the path of the file.
-        """
-        for model in self.models:
-            for path, size, modified, _ in model.identity if model.folder is not None else ():
-                status = os.stat(path)
-                if (status.st_size, status.st_mtime_ns) != (size, modified):
-                    raise CheckpointError(f"{path}: expected an unchanged file during the merge, got a changed one")
 
     def estimate_seconds(self) -> float:
         """Estimate the duration of the merge, by reading and writing a sample of `SAMPLE_BYTES`."""
@@ -400,20 +392,44 @@ def _check_out(out: str | os.PathLike[str], models: Sequence[CheckpointFiles]) -
     if not isinstance(out, str | os.PathLike):
         raise ArgumentError(f"out: expected the path of a file or folder for models in files, got {short_repr(out)}")
     # Symbolic links are resolved, so that a link to an input is recognised as this input.
-    place = Path(os.path.realpath(out))
+    place = Path(os.path.realpath(as_path("out", out)))
     if not place.parent.is_dir():
         raise ArgumentError(f"out: expected a path in an existing folder, got {short_repr(str(out))}")
     is_folder = place.suffix != ".safetensors"
-    if is_folder and place.exists() and not (place / CERTIFICATE_NAME).is_file():
-        raise ArgumentError(f"out: expected a new folder or the result of a merge, got {short_repr(str(out))}")
-    if not is_folder and place.is_dir():
-        raise ArgumentError(f"out: expected the path of a file, got the folder {short_repr(str(out))}")
+    if is_folder:
+        _check_replaceable(place, out)
+    else:
+        for target in (place, place.with_suffix(f".{CERTIFICATE_NAME}")):
+            if target.is_dir():
+                raise ArgumentError(f"out: expected the path of a file, got the folder {short_repr(str(target))}")
+            if target.exists() and not target.is_file():
+                raise ArgumentError(f"out: expected a new path or a file, got {short_repr(str(target))}")
     sources = {path for model in models for x in model.tensors.values() if (path := x.path) is not None}
     for path in sources:
         source = Path(os.path.realpath(path))
         if source == place or place in source.parents:
             raise ArgumentError(f"out: expected a path that contains no input, got {short_repr(str(out))}")
     return place, is_folder
+
+
+def _check_replaceable(folder: Path, out: str | os.PathLike[str]) -> None:
+    """Check that a folder does not exist, or contains only the files of an earlier merge.
+
+    The merge replaces the whole folder, so it would remove other files.
+
+    Raises:
+        ArgumentError: if the folder contains other files. The message contains the name of the first of them.
+    """
+    if not os.path.lexists(folder):
+        return
+    expected = "expected a new folder or the result of a merge"
+    try:
+        written = {*MergeInfo.from_json((folder / CERTIFICATE_NAME).read_text()).files, CERTIFICATE_NAME}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ArgumentError(f"out: {expected}, got {short_repr(str(out))}") from None
+    others = sorted({path.name for path in folder.iterdir()} - written)
+    if others:
+        raise ArgumentError(f"out: {expected}, got {short_repr(str(out))}, which also contains {short_repr(others[0])}")
 
 
 def result_entries(part: Part) -> Iterator[TensorEntry]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import threading
 import time
@@ -276,6 +277,23 @@ def test_opposite_directions_are_rejected(folder):
         merge(paths, out=folder / "out.safetensors", method="karcher")
     with pytest.raises(ArgumentError, match=r"^w: models: expected directions whose mean is not 0"):
         merge(paths, out=folder / "out.safetensors", method="radial")
+    with pytest.raises(ArgumentError, match=r"^w: models: expected directions that are not opposite"):
+        merge(paths, out=folder / "out.safetensors", method="slerp", t=0.3)
+
+
+@given(degrees=st.sampled_from([1e-6, 1e-3, 1.0, 90.0, 170.0, 179.5, 179.95]), t=st.floats(0.01, 0.99), seed=seeds)
+@settings(max_examples=20)
+def test_slerp_has_constant_speed_up_to_almost_opposite_directions(tmp_path_factory, degrees, t, seed):
+    place = fresh(tmp_path_factory)
+    u = draw(seed, 8, dtype=torch.float64)
+    u /= u.norm()
+    v = draw(seed + 1, 8, dtype=torch.float64)
+    v = (v - (v @ u) * u) / (v - (v @ u) * u).norm()
+    angle = math.radians(degrees)
+    paths = write(place, [{"w": u}, {"w": math.cos(angle) * u + math.sin(angle) * v}])
+    found = merged(place, paths, method="slerp", t=t)["w"]
+    expected = math.cos(t * angle) * u + math.sin(t * angle) * v
+    assert (found - expected).norm() < 1e-15 / (math.pi - angle) ** 2 + 1e-14
 
 
 def test_one_set_of_coefficients_applies_to_the_whole_model(folder):
@@ -513,6 +531,11 @@ def test_scalars_and_empty_tensors_are_merged(folder):
     ("header", "data", "message"),
     [
         (b"{", b"", "is not a safetensors file"),
+        ({"__metadata__": {"step": 1}}, b"", "is not a safetensors file: expected metadata that are strings"),
+        ({"__metadata__": None}, b"", "is not a safetensors file: expected metadata that are strings"),
+        ({"\ud800": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"1234", "is not a safetensors file"),
+        ({"w": {"dtype": "F32", "shape": [2**61, 0, 2**61], "data_offsets": [0, 0]}}, b"", "is not a safetensors file"),
+        ({"w": {"dtype": "F32", "shape": [2**40, 2**40, 0], "data_offsets": [0, 0]}}, b"", "is not a safetensors file"),
         ({"w": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}, b"1234", "is not a safetensors file"),
         ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234", "is not a safetensors file"),
         ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"123", "is not complete"),
@@ -539,10 +562,14 @@ def test_an_invalid_file_is_rejected_by_name(folder, header, data, message):
         ({"manifolds": {"none*": Sphere(3)}}, r"^manifolds: expected names or patterns of leaves"),
         ({"out": "missing/out.safetensors"}, r"^out: expected a path in an existing folder"),
         ({"out": "."}, r"^out: expected a new folder or the result of a merge"),
+        ({"out": "x" * 5000}, r"^out: expected a valid path, got .*: File name too long"),
+        ({"out": "nul\0"}, r"^out: expected a valid path, got .*: embedded null byte"),
+        ({"resume": "no"}, r"^resume: expected"),
         ({"out": "in0.safetensors"}, r"^out: expected a path that contains no input"),
         ({"shard_size": 10}, r"^shard_size: expected None, because out is a single file"),
     ],
 )
+@pytest.mark.usefixtures("as_shipped")
 def test_an_invalid_argument_is_rejected_by_name(folder, monkeypatch, options, message):
     monkeypatch.chdir(folder)
     paths = write(folder, versions(1, 3))
@@ -556,6 +583,7 @@ def test_invalid_models_are_rejected_by_name(folder):
     (path,) = write(folder, versions(1, 1))
     for models, message in (
         ([path], r"^models: expected a sequence of 2 to 32 models, got 1"),
+        ([path, "x" * 5000], r"^models\[1\]: expected a valid path, got .*: File name too long"),
         ([path, folder / "none"], r"^models\[1\]: expected an existing file or folder"),
         ([path, 3], r"^models\[1\]: expected a path or a state dict"),
         ([path, folder / "x.bin"], r"^models\[1\]: expected a \.safetensors file"),
@@ -666,3 +694,42 @@ def test_an_adapter_with_all_the_weight_is_the_result_at_any_rank(folder, method
     assert error < 1e-6
     assert result["base_model.model.q.lora_A.weight"].shape[0] == 4
     assert json.loads((folder / "mean" / "adapter_config.json").read_text()) == {"r": 4, "lora_alpha": 8}
+
+
+def test_the_rank_of_an_adapter_in_memory_counts_for_the_configuration(folder):
+    save_file(adapter(0, 2), folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 4}))
+    merge([folder, adapter(1, 4)], out=(folder.parent / f"{folder.name}-mean"))
+    config = json.loads((folder.parent / f"{folder.name}-mean" / "adapter_config.json").read_text())
+    assert config == {"r": 4, "lora_alpha": 8}
+
+
+def test_a_folder_is_replaced_only_if_it_contains_nothing_but_the_result_of_a_merge(folder):
+    source = write_shards(folder / "source", version(1, 0), 2)
+    out = folder / "mean"
+    merge([source, source], out=out)
+    assert set(MergeInfo.from_json((out / "certificate.json").read_text()).files) == {
+        path.name for path in out.iterdir() if path.name != "certificate.json"
+    }
+    merge([source, source], [2, 1], out=out)
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ArgumentError, match=r"^out: expected a new folder .*, which also contains 'notes.txt'"):
+        merge([source, source], out=out)
+    assert (out / "notes.txt").read_text() == "mine"
+    (out / "notes.txt").unlink()
+    (out / "certificate.json").write_text("{}")
+    with pytest.raises(ArgumentError, match=r"^out: expected a new folder or the result of a merge"):
+        merge([source, source], out=out)
+
+
+def test_special_files_and_folders_are_not_replaced(folder):
+    paths = write(folder, versions(1, 2))
+    os.mkfifo(folder / "pipe.safetensors")
+    with pytest.raises(ArgumentError, match=r"^out: expected a new path or a file"):
+        merge(paths, out=folder / "pipe.safetensors")
+    (folder / "mean.certificate.json").mkdir()
+    with pytest.raises(ArgumentError, match=r"^out: expected the path of a file, got the folder"):
+        merge(paths, out=folder / "mean.safetensors")
+    (folder / ".other.safetensors.merge").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"could not be written: File exists"):
+        merge(paths, out=folder / "other.safetensors")

@@ -164,7 +164,7 @@ def test_changed_inputs_are_rejected_after_a_restart_and_during_a_merge(tmp_path
     def touch(done, total):
         os.utime(paths[2], ns=(2, 2))
 
-    with pytest.raises(CheckpointError, match=r"in2\.safetensors: expected an unchanged file during the merge"):
+    with pytest.raises(CheckpointError, match=r"in2\.safetensors: expected an unchanged file during the call"):
         merge(paths, out=out, resume=False, progress=touch)
     assert not out.exists()
 

@@ -196,6 +196,7 @@ class AsyncAggregator:
         Raises:
             ArgumentError: if the client has no such task in flight, or if an argument is invalid. A `Server` returns a
                 receipt instead, as [Receipts and exceptions](../guide/errors.md#receipts-and-exceptions) explains.
+            CheckpointError: if the file of the update is invalid, or is changed during the call.
             RuleError: if the rule, or a schedule in the rule, returns an invalid result.
 
         Warns:
@@ -208,7 +209,7 @@ class AsyncAggregator:
         place = (check_client(client), check_client(task, "task"))
         samples = check_samples(samples, DEFAULT_LIMITS.max_samples)
         check_choice("difference", difference, (True, False))
-        models = map_paths("update", update)
+        models, checkpoints = map_paths("update", update)
         if self._update_lock.held_by_me():
             raise ArgumentError(
                 "async_aggregator: expected a call outside of an update; call this after `submit` has returned"
@@ -242,6 +243,8 @@ class AsyncAggregator:
                 self._space,
                 difference_option="difference=True",
             )
+            for checkpoint in checkpoints:
+                checkpoint.check_unchanged("update: ")
             if not self._warned_unstable:
                 self._warned_unstable = warn_if_unstable(
                     self._rule,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_choice, is_finite, renamed_arguments, short_repr
-from manifoldagg.averaging.checkpoints import map_state_dict
+from manifoldagg.averaging.checkpoints import CheckpointFiles, FilePool, open_checkpoint
 from manifoldagg.errors import ArgumentError, CheckpointError, StateDictError
 from manifoldagg.federated.server.input_warnings import warn_if_adapter_factors, warn_if_difference
 from manifoldagg.federated.server.options import InitialModel
@@ -173,19 +173,27 @@ def payload_loader(
     return load
 
 
-def map_paths(label: str, models: Any) -> Any:
+def map_paths(label: str, models: Any) -> tuple[Any, list[CheckpointFiles]]:
     """Replace a path, or each path in a list or tuple, by the tensors of its checkpoint, which are mapped into memory.
 
-    `label` is the name of the argument in error messages.
+    Args:
+        label: the name of the argument in error messages.
+        models: a model, a path, or a sequence of them.
+
+    Returns:
+        The models, and the checkpoints of the paths. After the models have been read, the caller must check that these
+        checkpoints are unchanged.
     """
     if isinstance(models, str | os.PathLike):
         try:
-            return map_state_dict(label, models)
+            checkpoint = open_checkpoint(label, models, FilePool())
+            return checkpoint.state_dict(), [checkpoint]
         except CheckpointError as error:  # Its message starts with the path, which would be the field of a rejection.
             raise CheckpointError(f"{label}: {error}") from None
     if type(models) in (list, tuple) and any(isinstance(model, str | os.PathLike) for model in models):
-        return [map_paths(f"{label}[{i}]", model) for i, model in enumerate(models)]
-    return models
+        mapped = [map_paths(f"{label}[{i}]", model) for i, model in enumerate(models)]
+        return [model for model, _ in mapped], [checkpoint for _, found in mapped for checkpoint in found]
+    return models, []
 
 
 def field_names(model: Any) -> dict[str, str]:
@@ -218,7 +226,7 @@ def _payload(
     """
     whole = check_parameter_space(schema.space)
     space = _without_buffers(whole)
-    model = map_paths("model", model)
+    model, checkpoints = map_paths("model", model)
     if isinstance(model, Mapping):
         given = {"model": model}
     elif type(model) in (list, tuple):
@@ -251,6 +259,11 @@ def _payload(
     buffers = {entry.name: found[entry.name] for entry in schema.buffers if entry.name in found}
     hint = "return the model, which is the base plus the difference"
     warn_if_difference(label, space.layout, *pieces, buffers=buffers.items(), hint=hint)
+    # From here on, the payload must not depend on files, which another process may change. The points are copies.
+    if checkpoints:
+        buffers = {name: x.clone() for name, x in buffers.items()}
+    for checkpoint in checkpoints:
+        checkpoint.check_unchanged("model: ")
     return Payload(stack(points), samples, buffers=buffers)
 
 

@@ -1,6 +1,7 @@
 """Tests of servers with state dicts: created from a module, and updated with state dicts of clients."""
 
 import copy
+import os
 import re
 import warnings
 
@@ -10,8 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from manifoldagg import AsyncAggregator
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import Payload, Server, ServerLimits, UpdateLimits, rules
+from manifoldagg.federated.server.state_dicts import payload_loader
 from manifoldagg.federated.types import extra_fields
 from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.federated.fingerprint import bits
@@ -390,3 +392,42 @@ def test_an_aggregator_reads_an_update_from_a_file(tmp_path):
     ]
     assert made[0] == made[1]
     assert bits(twins[0].model) == bits(twins[1].model)
+
+
+class Rewrites(rules.FedOrtho):
+    """A rule during whose step another process overwrites the file of the update."""
+
+    path = None
+
+    def plan(self, space, state, update):
+        result = super().plan(space, state, update)
+        data = bytearray(self.path.read_bytes())
+        data[-4:] = b"\xff" * 4  # This is NaN in float32.
+        with open(self.path, "r+b") as file:
+            file.write(data)
+        os.utime(self.path, ns=(5, 5))
+        return result
+
+
+def test_an_update_whose_file_changes_during_the_call_is_rejected(tmp_path):
+    path = Rewrites.path = tmp_path / "update.safetensors"
+    aggregator = AsyncAggregator(Rewrites(0.5), nn.Linear(3, 2).state_dict())
+    before = bits(aggregator.model)
+    state = moved(aggregator.checkout("ward-7"), 0)
+    save_file(state, path)
+    with pytest.raises(CheckpointError, match=r"^update: .*: expected an unchanged file during the call"):
+        aggregator.submit("ward-7", path, samples=4)
+    assert bits(aggregator.model) == before
+    aggregator.submit("ward-7", state, samples=4)
+
+
+def test_a_server_copies_the_buffers_of_a_file(tmp_path):
+    server = Server.of(net(), rules.FedAsync(0.5))
+    ticket = server.dispatch("ward-7")
+    path = tmp_path / "update.safetensors"
+    save_file(moved(ticket.state_dict(), 0), path)
+    load = payload_loader(server._schema, server.rule, path, 4, None, server._state.value)
+    payload = load(server._state.value.tickets[ticket.id])
+    expected = {name: x.clone() for name, x in payload.buffers.items()}
+    path.write_bytes(bytes(path.stat().st_size))
+    assert bits(payload.buffers) == bits(expected)
