@@ -61,6 +61,8 @@ NAMES = {
 """The display names of the methods of scenario A."""
 LONG_TASKS = ("mnist", "shakespeare")
 """The tasks of scenario D."""
+CONCURRENCIES = (2, 5, 10, 30)
+"""The numbers of clients in flight of scenario C."""
 SHORT_RUN = 200
 """The number of updates of a short run."""
 
@@ -365,6 +367,31 @@ def long_table(task: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def concurrencies(task: str) -> list[int]:
+    """Return the numbers of clients in flight whose runs of scenario C are stored."""
+    return [count for count in CONCURRENCIES if (RESULTS / f"{task}-concurrency-{count}").is_dir()]
+
+
+def concurrency_tasks() -> dict[str, str]:
+    """Return the names of the tasks of scenario C with at least two stored concurrencies."""
+    return {task: name for task, name in TASKS.items() if len(concurrencies(task)) > 1}
+
+
+def concurrency_table(task: str) -> pd.DataFrame:
+    """Return the accuracy of each rule in short and long runs by the number of clients in flight."""
+    reports = {count: f"{task}-concurrency-{count}" for count in concurrencies(task)}
+    first, *_ = reports.values()
+    rows = []
+    for updates in (SHORT_RUN, read_settings(RESULTS / first)["num_updates"]):
+        for rule in dict.fromkeys(evaluations(first)["method"]):
+            cells = {
+                f"{count} in flight": format_percent(accuracies(report, rule, updates))
+                for count, report in reports.items()
+            }
+            rows.append({"rule": rule, "updates": f"{updates:,}", **cells})
+    return pd.DataFrame(rows)
+
+
 def rewrap(page: str, width: int = 120) -> str:
     """Wrap the paragraphs and list items of a page, whose lines have other lengths after the numbers are filled in.
 
@@ -396,13 +423,27 @@ def rewrap(page: str, width: int = 120) -> str:
 def render() -> dict[Path, str]:
     """Return the texts of all generated files."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
-    functions = (behind, cell, extreme, final, number, percent, points, ratio, slowdown, speedup, tasks)
+    functions = (
+        behind,
+        cell,
+        concurrency_tasks,
+        extreme,
+        final,
+        number,
+        percent,
+        points,
+        ratio,
+        slowdown,
+        speedup,
+        tasks,
+    )
     context = {one.__name__: one for one in functions} | {"min": min, "max": max, "over": OVER}
     page = environment.from_string(TEMPLATE.read_text()).render(context)
     texts = {PAGE: rewrap(page), RESULTS / "pooled.md": markdown_table(pooled_table()) + "\n"}
     texts |= {RESULTS / f"{task}.md": markdown_table(task_table(task)) + "\n" for task in tasks()}
     tables = {f"{task}-lognormal": task_table(task, "lognormal") for task in tasks("lognormal")}
     tables |= {f"{task}-long": long_table(task) for task in long_tasks()}
+    tables |= {f"{task}-concurrency": concurrency_table(task) for task in concurrency_tasks()}
     return texts | {RESULTS / f"{name}.md": markdown_table(table) + "\n" for name, table in tables.items()}
 
 
