@@ -305,7 +305,7 @@ class _Objective:
     volume: float
 
     def at(self, theta: Tensor, batch: Any, step: int) -> tuple[float, Tensor]:
-        """Compute the loss at the point `theta`, and the derivative of the loss and the proximal term.
+        """Compute the loss at the point `theta`, and the derivative of the sum of the loss and the proximal term.
 
         Raises:
             DivergenceError: if the loss is not finite. On a curved space, also if the derivative is not finite.

@@ -135,12 +135,12 @@ def curvature_vector(control: Control, t: Times) -> Float64[Tensor, "*times k"]:
 
 
 def foot_parameters(control: Control, points: Float64[Tensor, "N k"]) -> Float64[Tensor, "N feet"]:
-    r"""Compute the parameters in [0, 1] of all feet of points on the curve.
+    r"""Compute the parameters in [0, 1] at which the curve is perpendicular to its connection to each point.
 
-    A foot of the point $y$ is a point $b(t)$ of the curve with $\langle y - b(t), b'(t)\rangle = 0$. Its parameter is a
-    root of a polynomial of degree 2n - 1, whose coefficients lose digits to cancellation. One Newton step on the inner
-    product therefore refines each root. Each row of the result contains 2n + 1 parameters: both ends, the feet, and the
-    end again as padding.
+    For a point $y$ and a curve $b$, these parameters are the solutions $t$ of $\langle y - b(t), b'(t)\rangle = 0$. The
+    points $b(t)$ are called the feet of $y$. The left side is a polynomial of degree 2n - 1, whose coefficients lose
+    digits to cancellation. One Newton step on the inner product therefore refines each root. Each row of the result
+    contains 2n + 1 parameters: both ends of the curve, the feet, and the second end again as padding.
     """
     velocity = (len(control) - 1) * control.diff(dim=0)
     # The Bernstein polynomials have the sum 1. The coefficients of b - y are therefore φ_i - y.

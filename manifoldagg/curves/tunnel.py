@@ -121,9 +121,10 @@ class Tunnel(Embedding):
         return (1 + self._form.num_coordinates,)
 
     def on(self, space: Manifold, degree: int = 2) -> "Tunnel":
-        """Return the tunnel of a Bézier curve in `space`.
+        """Return this tunnel around a Bézier curve in `space`.
 
-        If this tunnel has a curve, the new curve has the same degree. Otherwise, its degree is `degree`.
+        If this tunnel already has a curve, the new curve has the degree of that curve. Otherwise, it has the degree
+        `degree`.
 
         Example:
             >>> from manifoldagg.manifolds import Flat

@@ -81,7 +81,7 @@ def methods_with_scaled_rates(
 
 
 def _scale_rate(method: Method, clients: int, concurrency: int, buffer: int | None) -> tuple[float, float] | None:
-    """Return the default and the scaled rate of a method, or `None` if its rate is not a multiple of an update."""
+    """Return the default rate and the scaled rate of a method, or `None` if no scaling applies to its kind of rate."""
     rule: Any = method.bind(range(clients)).rule
     rate = find_rate(rule, method.rate_field)
     while hasattr(rule, "rule"):

@@ -21,7 +21,15 @@ MAX_LANDSCAPE_LABELS = 8_000
 
 @dataclass(frozen=True)
 class Landscape:
-    """The loss over the plane of one learned curve, on the client's own data and on all held-out data."""
+    """The loss on the plane through the control points of a learned curve.
+
+    Attributes:
+        method: the name of the method.
+        update_index: the index of the update.
+        client: the client that learned the curve.
+        local: the loss on the client's own data.
+        held_out: the loss on the held-out data of all clients.
+    """
 
     method: str
     update_index: int

@@ -331,9 +331,9 @@ def _is_known(manifold: Any, *, has_claims: bool) -> bool:
 
 
 def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
-    """Return a frozen copy of a manifold of geoopt with its known properties.
+    """Return a frozen copy of a manifold whose class is part of geoopt, so that its properties are known.
 
-    Different classes of geoopt with the same geometry have the same frozen form.
+    If several classes of geoopt have the same geometry, the copies of their manifolds have the same class.
     """
     kind = type(manifold)
     if kind in BALLS:

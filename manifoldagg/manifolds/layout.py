@@ -173,7 +173,7 @@ class Layout:
 
     @cached_property
     def _list_attributes(self) -> dict[str, Any]:
-        """The attributes of a `TensorList` of the leaves that are the same for all models of this layout."""
+        """The attributes that the `TensorList`s of all models with this layout have in common."""
         return {"lengths": self.sizes, "size": self.size, "dtypes": frozenset([leaf.dtype for leaf in self.leaves])}
 
     @cached_property

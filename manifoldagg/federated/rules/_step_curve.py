@@ -224,7 +224,7 @@ def _polygon_parameter_at_distance(inner: InnerProducts, rho: float) -> float:
 
 
 def _parameter_at_length(inner: InnerProducts, rho: float) -> float:
-    r"""Return the s >= 0 up to which a Bézier curve has $\rho$ times its length on [0, 1].
+    r"""Return the parameter $s \ge 0$ at which the arc length of a Bézier curve is $\rho$ times its length on [0, 1].
 
     The differences $d_k = u_k - u_{k-1}$ of consecutive control points have the Gram matrix D. The speed of the curve
     at s is $\sqrt{b(s)^\top D\, b(s)}$ with $b_k(s) = n \tbinom{n-1}{k} s^k (1-s)^{n-1-k}$, and its integral is the

@@ -212,9 +212,9 @@ def interpolate(current: Tensor, model: Tensor, rate: float, out: Tensor | None 
 
 
 def shift(model: Tensor, reference: Tensor) -> Tensor:
-    """Return `model - reference`.
+    """Return `model - reference`, rounded once.
 
-    The result is rounded once, so that the server and the client compute the same bits.
+    The server and the client therefore compute the same bits.
 
     Example:
         >>> import torch

@@ -47,9 +47,9 @@ def apply_difference(
 
 
 def _add(start: Tensor, difference: Tensor) -> Tensor:
-    """Return the sum of two entries, rounded once to the dtype of `start`.
+    """Return the sum of an entry of the start model and its difference, rounded once to the dtype of `start`.
 
-    For booleans, return `difference`, because it contains the client's value.
+    Booleans have no differences. In this case, `difference` contains the client's value and is returned.
     """
     step = difference.to(start.device)
     if start.dtype is torch.bool:

@@ -597,8 +597,8 @@ class Server:
             model: the client's model in one of these forms:
 
                 - a state dict. It may omit frozen parameters, and buffers with the policy `"leave"`.
-                - the path of a safetensors file, which the server maps into memory. If the file changes during the call,
-                  the server rejects the update.
+                - the path of a safetensors file, which the server maps into memory. The server rejects the update if
+                  the file changes during the call.
                 - a sequence of state dicts or paths, which are the control points of a curve. The last one is the
                   client's model and contains the buffers.
                 - a function that returns one of these values. The server calls it as in `receive`.

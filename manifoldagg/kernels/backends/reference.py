@@ -74,11 +74,11 @@ def combine(
 
 
 class _BlockReader:
-    """A reader that converts one block of each row at a time to float64.
+    """A reader of rows that converts them to float64 block by block.
 
-    Iterating over the reader yields the index and the segment of each block. During an iteration, `buffers` contains
-    vectors with the length of the current block. `matrices` is a view of the same memory as a batch of small matrices
-    with `PRODUCT_COLUMNS` columns.
+    Iterating over the reader yields the index and the segment of each block. During the iteration, `buffers` contains
+    the current block of each row. `matrices` is a view of the buffers as a batch of small matrices with
+    `PRODUCT_COLUMNS` columns.
     """
 
     buffers: list[Tensor]

@@ -76,9 +76,9 @@ class FactorEntries:
         return self.first.shape[0]
 
     def check(self, state: Mapping[str, Tensor], prefix: str) -> int:
-        """Check two tensors of a state dict against the entries, and return their rank.
+        """Check the two factors in a state dict, and return their rank.
 
-        The rank of the tensors may differ from the rank of the entries.
+        The factors must have the dtypes and shapes of this leaf, but they may have another rank.
 
         Raises:
             StateDictError: if a tensor does not match. The message contains its name.
