@@ -1,4 +1,4 @@
-"""Atomic writes, file locks, and matplotlib figures without pyplot's global state."""
+"""Atomic writes, file locks, and matplotlib figures that do not use pyplot's global state."""
 
 import errno
 import glob
@@ -31,31 +31,32 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 2**20
-"""The number of bytes per checksum and write. A chunk is still in the cache when it is written."""
+"""The number of bytes that `write_all` processes at a time, so that a chunk is still in the CPU cache when written."""
 DRAFT_SUFFIX = ".tmp"
 REPLACED_SUFFIX = ".replaced"
 NO_LINK_ERRNOS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 """Error numbers of file systems without hard links."""
 FOLDER_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _CLOSERS: "dict[int, weakref.finalize[..., Any]]" = {}
-"""The latest function that `close_with` returned for each file descriptor."""
+"""The closing function of each file descriptor, as last returned by `close_with`."""
 
 
 @contextmanager
 def atomic_write(path: Path, *, keep: int = 1, is_synced: bool = False) -> Iterator[Path]:
-    """Yield the path of a draft, which replaces the file or folder at `path` when the block ends.
+    """Yield a temporary path, the draft, which replaces the file or folder at `path` when the `with` block ends.
 
-    The replacement is atomic: even after a crash, a reader finds either the old or the new content. The draft and the
-    folder of `path` are synced to the disk. An error in the block removes the draft.
+    The replacement is atomic: even after a crash, a reader finds either the old or the new content. The function syncs
+    the draft and the parent folder of `path` to the disk. If the block raises an exception, the function removes the
+    draft.
 
     If the process is killed, the next call for the same path removes the draft. If the process was killed while it
     replaced a folder, the next call also restores the old folder.
 
     Args:
         path: the path of the file or folder to replace.
-        keep: the number of files to keep: the latest file as `path`, and older files as `path.1`, `path.2`, …
-        is_synced: whether the block itself syncs the draft with the descriptor that has written it. The system may
-            report write errors only to this descriptor.
+        keep: the number of files to keep. The latest file is `path`, and older files are `path.1`, `path.2`, …
+        is_synced: whether the block syncs the draft itself, through the file descriptor that it wrote with. The
+            operating system may report write errors only to this descriptor.
 
     Raises:
         OSError: if the draft cannot be created, synced or renamed.
@@ -104,13 +105,13 @@ def sync(path: Path) -> None:
 
 
 def older_files(path: Path) -> list[Path]:
-    """Return the older files that `atomic_write` has kept for `path`, from newest to oldest."""
+    """Return the older files (`path.1`, `path.2`, …) that `atomic_write` has kept, from newest to oldest."""
     found = [name for name in path.parent.glob(f"{glob.escape(path.name)}.*") if name.suffix[1:].isdecimal()]
     return sorted(found, key=lambda name: int(name.suffix[1:]))
 
 
 def check_path(path: str | Path) -> Path:
-    """Check that a file can have this path, and return the absolute path without links.
+    """Check that `path` can be the path of a file, and return the absolute path with symbolic links resolved.
 
     Raises:
         ArgumentError: if the parent folder does not exist, or if the path is a folder.
@@ -127,12 +128,12 @@ def write_all(write: Callable[[memoryview], int], data: memoryview, checksum: in
     """Write all of `data`, even if each system call writes only a part of it.
 
     Args:
-        write: the write function of a file, which returns the number of bytes that it has written.
+        write: a function that writes bytes to a file, and returns the number of bytes that it has written.
         data: the bytes to write.
-        checksum: the checksum of the bytes that precede `data`.
+        checksum: the CRC-32 of the bytes that precede `data`, or 0 if there are none.
 
     Returns:
-        The checksum including `data`.
+        The CRC-32 of the preceding bytes and `data`.
 
     Example:
         >>> import io
@@ -150,8 +151,10 @@ def write_all(write: Callable[[memoryview], int], data: memoryview, checksum: in
 class FileLock:
     """An exclusive file lock, which is held until the object is closed or deleted.
 
-    The file has mode 0600 and is not removed. If the process is killed, the system releases the lock. A child of
-    `os.fork` does not inherit the lock. If the file system does not support locks, the class has no effect.
+    - The lock file has mode 0600. It is not removed when the lock is released.
+    - If the process is killed, the operating system releases the lock.
+    - A child of `os.fork` does not inherit the lock.
+    - If the file system does not support locks, the object locks nothing.
 
     Raises:
         BlockingIOError: if another process or another lock of this process has locked the file.
@@ -160,10 +163,10 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        # If the following code raises an error, this object is deleted, which closes the file.
+        # If the code below raises an exception, Python deletes this object, and the deletion closes the file.
         self._close = close_with(self, file)
         with suppress(OSError):
-            os.chmod(path, 0o600)  # With another mode, other users could hold the lock.
+            os.chmod(path, 0o600)  # With another mode, other users could lock the file.
         _flock(file)
 
     def close(self) -> None:
@@ -174,7 +177,7 @@ def close_with(owner: object, file: int) -> "weakref.finalize[..., Any]":
     """Return a function that closes a file descriptor, and call this function when `owner` is deleted.
 
     The descriptor stays open at the end of the process, because threads and `atexit` functions may still write to it.
-    If it were closed, the next opened file would get its number.
+    If the descriptor were closed, the next opened file could get the same number and receive these writes.
 
     In a child of `os.fork`, the descriptor is redirected to the null device. Otherwise, the child would keep a lock on
     the file. The number of the descriptor stays in use, so that the child cannot write to another file by mistake.
@@ -200,7 +203,11 @@ def check_matplotlib() -> None:
 
 
 def new_figure(width: float = 6.4, height: float = 4.8) -> Any:
-    """Create a matplotlib figure without a display and without pyplot's global state. The size is in inches.
+    """Create a matplotlib figure that needs no display and does not use pyplot's global state.
+
+    Args:
+        width: the width in inches.
+        height: the height in inches.
 
     Raises:
         ArgumentError: if matplotlib is missing.
@@ -255,7 +262,7 @@ def _lock_folder(folder: Path) -> int:
 def _remove_stale(path: Path) -> None:
     """Remove the drafts of killed processes, and restore a folder that a killed process was replacing."""
     for folder in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}{DRAFT_SUFFIX}"):
-        # Another process may have removed the draft, may be using it, or may not permit access.
+        # Another process may have removed the draft or may be using it, or the access may not be permitted.
         with suppress(OSError):
             file = os.open(folder, FOLDER_FLAGS)
             try:
@@ -280,10 +287,10 @@ def _remove(folder: Path) -> None:
 
 
 def _flock(file: int, *, blocking: bool = False) -> bool:
-    """Lock a file exclusively until its descriptor is closed, and return whether the file system has locks.
+    """Lock a file exclusively until its descriptor is closed, and return whether the file system supports locks.
 
     Raises:
-        BlockingIOError: if the lock is held elsewhere.
+        BlockingIOError: if `blocking` is not set and the file is already locked.
     """
     if sys.platform == "win32":
         return False
@@ -297,7 +304,7 @@ def _flock(file: int, *, blocking: bool = False) -> bool:
 
 
 def _rotate(path: Path, keep: int, folder: Path) -> None:
-    """Rename the older files, and link the file at `path` to the name of the newest one. `path` always exists."""
+    """Rename `path.1` to `path.2` and so on, and add the name `path.1` to the file at `path`, which keeps its name."""
     latest = _backup_path(path, 1)
     if keep == 1 or not path.exists() or (latest.exists() and path.samefile(latest)):
         return

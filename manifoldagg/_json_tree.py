@@ -1,12 +1,12 @@
 """JSON encoding of trees of plain values and tensors.
 
-A value that JSON cannot represent is encoded as an object with a single name that begins with `$`:
+A value that JSON cannot represent is encoded as a JSON object with a single name, which begins with `$`:
 
 - `$tuple`: a tuple, encoded as a list.
 - `$bytes`: bytes, encoded as base64 text.
-- `$float`: a number that is not finite.
-- `$dict`: a dict whose keys are integers or begin with `$`, encoded as pairs of keys and values.
-- `$tensor`: a reference to a tensor, chosen by the caller.
+- `$float`: an infinite number or a NaN, encoded as text.
+- `$dict`: a dict with a key that is an integer or begins with `$`, encoded as a list of pairs of keys and values.
+- `$tensor`: a tensor, encoded as a reference. The caller stores the tensor and chooses the reference.
 """
 
 import json
@@ -28,18 +28,19 @@ MAX_DIMENSIONS = 64
 MAX_BLOCKING_VALUES = 2**12
 """The largest number of values per call of `json.dumps`, which blocks all other threads."""
 
-# Limits of data from an untrusted source (`is_bounded`).
+# Limits for data from an untrusted source. They apply if `is_bounded` is set.
 MAX_HEADER_BYTES = 2**24
 MAX_HEADER_VALUES = 2**20
-"""The largest number of brackets and commas in JSON. This number bounds the number of values."""
+"""The largest total number of `[`, `{` and `,` in a JSON text, which limits the number of values in it."""
 MAX_DEPTH = 64
 MAX_KEY = 2**60
-"""The upper bound of integer keys.
+"""The upper bound of the absolute values of integer keys, for two reasons.
 
-Keys below this bound equal their hashes, so distinct keys do not collide. Parsing many digits takes quadratic time.
+- Python's hash of an integer below this bound is the integer itself, so distinct keys have distinct hashes.
+- Parsing an integer takes time quadratic in its number of digits.
 """
 MAX_INT_KEYS = 2**12
-"""The largest number of integer keys of one dict. Inserting keys with colliding hashes takes quadratic time."""
+"""The largest number of integer keys of one dict. Keys that collide in the hash table take quadratic time to insert."""
 
 TreePath = tuple[str | int, ...]
 """The keys and indices from the root of a tree to a value."""
@@ -56,8 +57,9 @@ def encode(
 
     Args:
         tree: dicts with strings and integers as keys, lists, tuples, dense tensors, numbers, strings, bytes and `None`.
-        tensor_ref: a function that returns the reference to a tensor, given the tensor and its path in the tree.
-        make_error: a function that returns the exception to raise for an unsupported value, given the message.
+        tensor_ref: a function of a tensor and its path in the tree. It returns the JSON value that refers to the
+            tensor.
+        make_error: a function of an error message. It returns the exception to raise for an unsupported value.
         is_bounded: whether to reject trees that exceed the limits for untrusted data.
 
     Example:
@@ -72,7 +74,7 @@ def encode(
 
 
 def _write_json(node: Any, large: set[int]) -> str:
-    """Convert a value to JSON. Large values are written in pieces, because `json.dumps` blocks all other threads."""
+    """Convert a value to JSON. Large values are converted in pieces, because `json.dumps` blocks all other threads."""
     if id(node) not in large:
         return json.dumps(node)
     if isinstance(node, list):
@@ -134,7 +136,7 @@ class _Encoder:
     def _integer(self, value: int) -> int:
         try:
             int.__repr__(value)
-        except ValueError:  # Python limits the number of digits that it converts.
+        except ValueError:  # Python limits the number of digits of an integer that it converts to text.
             raise self._type_error("an integer of thousands of digits") from None
         return value
 
@@ -162,13 +164,13 @@ class _Encoder:
 
 
 def decode(node: Any, load_tensor: Callable[[Any], Any], *, is_bounded: bool = False, depth: int = 0) -> Any:
-    """Decode a tree from parsed JSON. An invalid value raises an exception.
+    """Decode a tree that `encode` has encoded. For an invalid value, the function raises an exception of any type.
 
     Args:
         node: the parsed JSON value.
-        load_tensor: a function that returns the tensor of a reference.
+        load_tensor: a function that returns the tensor for a reference.
         is_bounded: whether to reject trees that exceed the limits for untrusted data.
-        depth: the depth of the node in the tree.
+        depth: the depth of `node` in the tree, which recursive calls set.
     """
     kind = type(node)
     if kind is not dict and kind is not list:
@@ -188,7 +190,7 @@ def decode(node: Any, load_tensor: Callable[[Any], Any], *, is_bounded: bool = F
     if tag == "$bytes":
         return b64decode(content, validate=True)
     if tag == "$float":
-        # `math.nan` is a single object, so tuples and receipts that contain it compare equal.
+        # Two tuples or receipts that contain a NaN compare equal only if it is the same object, such as `math.nan`.
         return math.nan if math.isnan(float(content)) else float(content)
     if tag != "$dict" or not all(type(key) in (str, int) for key, _ in content):
         raise ValueError(f"an unknown tag {tag}, or an invalid key")
@@ -203,7 +205,7 @@ def decode(node: Any, load_tensor: Callable[[Any], Any], *, is_bounded: bool = F
 
 
 def parse_json(text: str, *, is_bounded: bool = False) -> Any:
-    """Parse JSON. Duplicate names, non-finite numbers and invalid text raise an exception."""
+    """Parse JSON. If the text is invalid, or contains duplicate names or non-finite numbers, raise an exception."""
     if is_bounded:
         check_bounds(text)
     return json.loads(text, object_pairs_hook=_reject_duplicate_names, parse_constant=_reject_constant)
@@ -221,10 +223,10 @@ def _reject_constant(constant: str) -> None:
 
 
 def check_bounds(text: str) -> None:
-    """Check that JSON from an untrusted source is small enough to be parsed.
+    """Check that a JSON text from an untrusted source is small enough to be parsed.
 
     Raises:
-        ValueError: if the text is too long or contains too many values.
+        ValueError: if the text is longer than `MAX_HEADER_BYTES`, or may contain more than `MAX_HEADER_VALUES` values.
     """
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"a header of more than {MAX_HEADER_BYTES} bytes")

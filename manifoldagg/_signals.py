@@ -1,4 +1,7 @@
-"""Signal handling of the commands: exit immediately by default, and unwind the stack inside `graceful_shutdown`."""
+"""Signal handling of the command line: SIGINT (Ctrl-C) ends the process immediately, or after cleanup.
+
+The cleanup runs only if the signal arrives inside `graceful_shutdown`.
+"""
 
 import os
 import signal
@@ -11,48 +14,52 @@ from typing import NoReturn
 __all__ = ["exit_on_sigint", "graceful_shutdown"]
 
 SIGINT_EXIT_CODE = 130
-"""The exit code after Ctrl-C: 128 plus the number of the signal."""
+"""The exit code after Ctrl-C: 128 plus 2, the number of SIGINT."""
 FINALISER_DELAY = 0.01
 """The delay in seconds after which a signal is sent again if it arrived during a finaliser."""
 
 
 class Interrupt(KeyboardInterrupt):
-    """A SIGINT inside `graceful_shutdown`.
+    """Exception for a SIGINT inside `graceful_shutdown`.
 
-    If a plain `KeyboardInterrupt` passes through `exec`, Python ends the process by the signal.
+    A plain `KeyboardInterrupt` cannot replace this class: if one passes through `exec`, Python ends the process by the
+    signal.
     """
 
 
 def exit_immediately(*_: object) -> NoReturn:
-    """Print a message and end the process immediately, even during an import that would suppress an exception."""
+    """Print a message and end the process immediately.
+
+    Raising an exception would be less reliable, because an import in progress can suppress it.
+    """
     os.write(2, b"interrupted\n")
     os._exit(SIGINT_EXIT_CODE)
 
 
 def exit_on_sigint() -> None:
-    """Make SIGINT end the process immediately. A process that ignores SIGINT continues to ignore it."""
+    """Make SIGINT end the process immediately, unless the process ignores SIGINT or has its own handler."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_immediately)
 
 
 def raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise `Interrupt`. Postpone it during a finaliser, which would suppress the exception."""
+    """Raise `Interrupt`. During a finaliser (`__del__`), which would suppress the exception, raise it later."""
     if not _postpone_in_finaliser(number, frame):
         raise Interrupt
 
 
 def exit_on_signal(number: int, frame: FrameType | None) -> None:
-    """Raise `SystemExit`. Postpone it during a finaliser, which would suppress the exception."""
+    """Raise `SystemExit`. During a finaliser (`__del__`), which would suppress the exception, raise it later."""
     if not _postpone_in_finaliser(number, frame):
         sys.exit(128 + number)
 
 
 def _postpone_in_finaliser(number: int, frame: FrameType | None) -> bool:
-    """Return whether a finaliser is running. If it is, send the signal again after `FINALISER_DELAY`."""
+    """Return whether a finaliser is running. If so, send the signal again after `FINALISER_DELAY` seconds."""
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     if frame is not None:
-        import threading  # not at the start, because Ctrl-C can interrupt every import
+        import threading  # not at the top of the module, because Ctrl-C can interrupt any import
 
         threading.Timer(FINALISER_DELAY, os.kill, (os.getpid(), number)).start()
     return frame is not None
@@ -60,13 +67,15 @@ def _postpone_in_finaliser(number: int, frame: FrameType | None) -> bool:
 
 @contextmanager
 def graceful_shutdown(message: str | Callable[[], str] = "interrupted") -> Iterator[None]:
-    """Raise exceptions on SIGINT and SIGTERM in this block, so that cleanup code runs and no file is partially written.
+    """Raise an exception on SIGINT or SIGTERM in the `with` block, so that cleanup code runs before the process ends.
 
-    After the cleanup for a SIGINT, the process prints a message to stderr and ends with exit code 130. After a SIGTERM
-    it ends with exit code 143.
+    Without the cleanup, a signal could leave a file partially written. After the cleanup:
+
+    - For SIGINT, the process prints `message` to stderr and ends with exit code 130.
+    - For SIGTERM, the process ends with exit code 143.
 
     Args:
-        message: the message, or a function that returns it.
+        message: the message for SIGINT, or a function that returns the message.
 
     Example:
         >>> with graceful_shutdown():

@@ -1,7 +1,7 @@
-"""Checks of arguments at the boundary of the library.
+"""Checks of the arguments of public functions.
 
-The first parameter of each check is the *name* of the argument. The error message contains this name, the expected
-value and the given value.
+The first parameter of each check is the *name* of the argument. If the check fails, the error message contains this
+name, the expected value and the actual value.
 """
 
 import difflib
@@ -52,7 +52,7 @@ HUGE_INT_BITS = 128
 """Messages omit the digits of integers with more bits, because Python refuses to convert very long integers."""
 
 INTERNAL_PACKAGES = ("manifoldagg", "beartype", "jaxtyping", "torch")
-"""The packages whose source lines a warning does not report."""
+"""The packages that `warn_caller` skips when it searches for the source line to report."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,8 +61,9 @@ T = TypeVar("T")
 def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
     """Represent a value in one line of an error message.
 
-    Long representations are truncated. Models, tensors and their containers are represented by type and size. If `repr`
-    fails, the result is the name of the type.
+    - Long representations are truncated to `max_length` characters.
+    - Models, tensors and containers of them are represented by their type and size.
+    - If the `repr` of the value raises an exception, the result contains only the name of the type.
 
     Example:
         >>> short_repr("32"), short_repr(b"32"), short_repr(10**400), short_repr([-(10**5000)])
@@ -90,7 +91,7 @@ def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
 
 
 def _summary(value: Any) -> str:
-    """Return the type and size of a module, a tensor, an array or a container of these. Other values give ""."""
+    """Return the type and size of a module, tensor, array or a container of them, or "" for other values."""
     kind = type(value)
     if issubclass(kind, torch.nn.Module):
         return f"{kind.__name__} with {sum(map(Tensor.numel, value.parameters())):,} parameters"
@@ -138,7 +139,7 @@ def check_number(
         manifoldagg.errors.ArgumentError: rate: expected a finite number > 0, got -1
     """
     try:
-        # `float` also parses strings and byte buffers, which are probably mistakes.
+        # `float` also parses strings and byte buffers, but a caller who passes one has probably made a mistake.
         if isinstance(value, str | bytes | bytearray | memoryview | bool):
             raise TypeError
         number = float(value)
@@ -215,7 +216,7 @@ def check_instance(name: str, value: object, kind: type[T], hint: str = "") -> T
         name: the name of the argument.
         value: the value of the argument.
         kind: the expected class.
-        hint: code that the message suggests instead.
+        hint: code that the error message suggests. With "", the message suggests nothing.
 
     Raises:
         ArgumentError: if `value` is not an instance of `kind`.
@@ -248,7 +249,7 @@ def closest_match(word: object, choices: Collection[object]) -> str | None:
 
 
 def other_type_hint(value: object, known: Collection[object]) -> str:
-    """Return a hint if `known` contains the same number with the other type, `int` or `str`, or "" otherwise.
+    """Return a hint if `value` is an `int` and `known` contains it as a `str`, or vice versa. Otherwise, return "".
 
     Example:
         >>> other_type_hint(1, {"1": 10}), other_type_hint("2", {"1": 10})
@@ -272,11 +273,13 @@ def check_keywords(
     Args:
         name: the name of the function.
         keywords: the keywords of the call.
-        known: the keywords of the function.
-        moved: a mapping from keywords of other functions to hints that say how to pass these options.
+        known: the keywords that the function accepts.
+        moved: hints for keywords that the function does not accept, by keyword. A hint replaces the suggestion in the
+            error message.
 
     Raises:
-        TypeError: if a keyword is unknown. The message suggests the closest known keyword, or lists all keywords.
+        TypeError: if a keyword is unknown. The message suggests the closest known keyword. If none is similar, the
+            message lists all known keywords.
 
     Example:
         >>> check_keywords("FedOrtho", ["rat"], ["transport", "rungs", "rate"])
@@ -315,12 +318,12 @@ def _named_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 def suggests_keywords(
     name: str, *forwards_to: Callable[..., Any], moved: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that adds the closest known keyword to the `TypeError` for an unknown keyword.
+    """Return a decorator that makes the `TypeError` for an unknown keyword suggest the closest known keyword.
 
     Args:
-        name: the name of the function in the message.
-        *forwards_to: functions to which the decorated function passes further keywords.
-        moved: as in `check_keywords`.
+        name: the name of the decorated function in the error message.
+        *forwards_to: functions to which the decorated function passes its other keywords.
+        moved: hints for keywords that the function does not accept, as in `check_keywords`.
 
     Example:
         >>> @suggests_keywords("Server")
@@ -346,10 +349,10 @@ def suggests_keywords(
 
 
 class KeywordHints:
-    """Base class for dataclasses that suggests the closest known option if an option is unknown.
+    """Base class for dataclasses whose `TypeError` for an unknown keyword suggests the closest known keyword.
 
     The check runs in `__new__`, so the generated `__init__` and its signature stay unchanged. `copy` and `pickle` call
-    `__new__` without arguments and skip the check.
+    `__new__` without arguments, so they skip the check.
 
     Example:
         >>> from dataclasses import dataclass
@@ -370,12 +373,12 @@ class KeywordHints:
 
 
 def rename_argument(message: str, names: Mapping[str, str], prefix: str = "") -> str:
-    """Replace the name of an internal argument in an error message by the name of the caller's argument.
+    """Replace the name of an internal function's argument in an error message with the name of the user's argument.
 
     Args:
         message: an error message that starts with the name of an argument and a colon.
-        names: a mapping from names of internal arguments to names of the caller's arguments.
-        prefix: the prefix of messages about all other arguments.
+        names: the names of the user's arguments, by the names of the internal arguments.
+        prefix: a prefix for messages about arguments that are not in `names`.
 
     Example:
         >>> rename_argument("points[1]: expected one model", {"points": "model"})
@@ -413,9 +416,10 @@ def renamed_arguments(names: Mapping[str, str], prefix: str = "") -> Iterator[No
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that reports the innermost source line outside of `INTERNAL_PACKAGES`.
+    """Issue a warning that reports the user's source line.
 
-    Several public functions and their decorators run the same check, so no fixed `stacklevel` is correct.
+    This line belongs to the innermost stack frame outside of `INTERNAL_PACKAGES`. A fixed `stacklevel` would be wrong,
+    because public functions with different numbers of decorators run the same check.
     """
     frame = inspect.currentframe()
     level = 0
@@ -429,8 +433,8 @@ def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: f
     """Check that `values` is a non-empty vector of finite numbers >= `at_least`, and return a float64 copy.
 
     Raises:
-        ArgumentError: if `values` is not a vector of numbers, or if an entry is not finite or too small. The message
-            contains the index of the first invalid entry.
+        ArgumentError: if `values` is not a non-empty vector of numbers, or if an entry is not finite or is below
+            `at_least`. For an invalid entry, the message contains the index of the first one.
 
     Example:
         >>> check_vector("rates", [1, 2.5]).tolist()
@@ -451,18 +455,18 @@ def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: f
 
 
 def check_shape(name: str, tensor: Tensor, *shape: int | None, batch: bool = False) -> Tensor:
-    """Check that `tensor` is a dense floating tensor of the given shape, and return it.
+    """Check that `tensor` is a dense floating-point tensor of the given shape, and return it.
 
     Args:
         name: the name of the argument.
         tensor: the value of the argument.
-        *shape: the expected length of each axis; `None` accepts any length.
+        *shape: the expected length of each axis. `None` accepts any length.
         batch: whether leading batch axes may precede `shape`.
 
     Raises:
-        ArgumentError: if `tensor` is not a dense floating tensor, or if its shape differs.
+        ArgumentError: if `tensor` is not a dense floating-point tensor, or if its shape differs.
     """
-    # `isinstance` also trusts the attribute `__class__`, which an object can override.
+    # `isinstance` would also accept an object that overrides its attribute `__class__`.
     real = issubclass(type(tensor), Tensor)
     if not real or not tensor.dtype.is_floating_point:
         given = tensor.dtype if real else type(tensor).__name__
@@ -487,10 +491,10 @@ def _describe_shape(shape: tuple[int | None, ...], batch: bool) -> str:
 def check_finite(name: str, tensor: Tensor) -> Tensor:
     """Check that all entries of `tensor` are finite, and return it.
 
-    The check needs one or two passes and allocates no temporary tensor of the same size.
+    The check reads the tensor once or twice, and allocates no temporary tensor of the same size.
 
     Raises:
-        ArgumentError: if an entry is not finite. The message contains its value and its index.
+        ArgumentError: if an entry is not finite. The message contains the value and the index of the first such entry.
     """
     if not is_finite(tensor):
         where = _first_nonfinite(tensor)
@@ -517,15 +521,15 @@ def _first_nonfinite(tensor: Tensor) -> tuple[int, ...]:
 def is_finite(*tensors: Tensor) -> bool:
     """Return whether all entries of all tensors are finite. An empty tensor is finite."""
     for tensor in tensors:
-        # If an entry is NaN, minimum and maximum are NaN. If an entry is infinite, the minimum or maximum is infinite.
+        # If an entry is NaN, the minimum and maximum are NaN. If an entry is infinite, one of them is infinite.
         if prefers_numpy(tensor):
             array = tensor.detach().numpy()
             ends = array.min(), array.max()
         elif tensor.numel():
             # `aminmax` does not support the float8 dtypes.
             values = tensor.float() if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
-            # If the sum is finite, all terms are finite. The sum takes a third of the time of `aminmax`. A sum that is
-            # not finite proves nothing, because a sum of finite terms can overflow.
+            # If the sum is finite, all entries are finite. The sum takes a third of the time of `aminmax`. If the sum
+            # is not finite, `aminmax` must decide, because a sum of finite entries can overflow.
             if values.is_floating_point() and math.isfinite(values.detach().sum().item()):
                 continue
             low, high = values.detach().aminmax()

@@ -27,15 +27,15 @@ class ArgumentError(ManifoldAggError, ValueError):
 
 
 class StateDictError(ArgumentError):
-    """The tensors of a model do not match a layout. The message names the tensor."""
+    """The tensors of a model do not match the expected layout. The message names the tensor."""
 
 
 class RuleError(ManifoldAggError):
-    """A rule or one of its schedules returned an invalid result. The update of the client is not the cause."""
+    """An aggregation rule or one of its schedules returned an invalid result. The client's update is not the cause."""
 
 
 class BusyError(ManifoldAggError):
-    """A limit on tickets in flight or queued updates is reached. The same call can succeed later."""
+    """The server has reached a limit on tickets in flight or queued updates. The same call can succeed later."""
 
 
 class DivergenceError(ManifoldAggError, ArithmeticError):
@@ -43,19 +43,19 @@ class DivergenceError(ManifoldAggError, ArithmeticError):
 
 
 class CheckpointError(ManifoldAggError):
-    """A value cannot be saved, or a file is invalid. The message names the file or the part of the state."""
+    """A value cannot be saved, or a saved file is invalid. The message names the file or the part of the state."""
 
 
 class WireError(ManifoldAggError):
-    """Bytes are not a result of `pack`, or a value cannot be packed. The message begins with `wire`."""
+    """A value cannot be serialized by `wire.pack`, or bytes are not a result of it. The message begins with `wire`."""
 
 
 class SpillError(ManifoldAggError):
-    """A tree cannot be written to a spill file, or its spill file was altered. The message names the folder.
+    """A tree of tensors cannot be written to a spill file, or its spill file was altered. The message names the folder.
 
     Args:
         message: the error message.
-        temporary: whether a later attempt can succeed, for example if the disk was full.
+        temporary: whether a later attempt can succeed, for example after a full disk has free space again.
 
     Example:
         >>> SpillError("spill: /tmp: no space left", temporary=True).temporary

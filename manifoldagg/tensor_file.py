@@ -3,10 +3,10 @@
 Each tensor is an entry of the file. The name of the entry is the path of the tensor in the tree. The metadata contain:
 
 - the version of this format
-- the kind of the tree
-- the tree as JSON
-- the encodings of entries whose dtypes safetensors readers may not support
-- a checksum of all bytes, if the data are a file
+- the kind of the tree, which is a name such as `"rounds"` that the reader checks
+- the tree as JSON, with a reference in place of each tensor
+- the dtypes and shapes of entries that are compressed, or whose dtypes safetensors readers may not support
+- in a file, a checksum of all bytes
 
 Reading a file does not execute code.
 """
@@ -51,24 +51,24 @@ __all__ = [
 FORMAT = "manifoldagg"
 VERSION = "1"
 HEADER_PREFIX = b'{"__metadata__":{"checksum":"'
-"""The first bytes of the header of a file.
+"""The first bytes of a file's header, which precede the checksum.
 
-The checksum follows. It has eight hexadecimal digits, which are zeros while the checksum is computed.
+The checksum has eight hexadecimal digits. They are zeros while the checksum is computed.
 """
 BLANK_CHECKSUM = b"00000000"
 CHECKSUM = slice(len(HEADER_PREFIX), len(HEADER_PREFIX) + len(BLANK_CHECKSUM))
 COPY_BYTES = 2**18
-"""The number of bytes that `dumps` copies before it computes their checksum, so that they are still in the cache."""
+"""The number of bytes that `dumps` copies at a time, so that they are still in the CPU cache for their checksum."""
 DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
 DTYPES |= {"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 """The dtypes that every safetensors reader supports. Other dtypes are stored as bytes."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_SIZE = 2**58
-"""The upper bound of the number of entries of a tensor, for which its number of bytes is a 64-bit integer."""
+"""The upper bound of the number of elements of a tensor. Below it, the number of bytes fits into a 64-bit integer."""
 
 
 class TensorEntry(NamedTuple):
-    """Description of a stored tensor: dtype and shape in memory, and size and position of the bytes in the file."""
+    """Description of a stored tensor: its dtype and shape in memory, and the size and position of its stored bytes."""
 
     name: str
     dtype: torch.dtype
@@ -91,20 +91,23 @@ class TensorEntry(NamedTuple):
 def save(path: str | Path, kind: str, tree: Any, *, keep: int = 1) -> None:
     """Write a tree to a file. The write is atomic and replaces an existing file.
 
-    The data are written to a temporary file, synced to the disk, and renamed. If the process is killed or the machine
-    stops, either the old file or the new file exists. After an error, the old file exists. The only exception is an
-    error while the folder is synced, after which the new file exists. The file can be read only by the current user.
+    The function writes the data to a temporary file, syncs this file to the disk, and renames it. Afterwards:
+
+    - If the process is killed or the machine stops, either the old file or the new file exists.
+    - If the function raises an error, the old file exists. If the error occurs while the folder is synced, the new file
+      exists instead.
+    - Only the current user can read the new file.
 
     Args:
         path: the path of the file, in an existing folder. Symbolic links are followed.
-        kind: the kind of the tree, which `load` checks.
+        kind: the kind of the tree, a name that `load` checks.
         tree: dicts with strings and integers as keys, lists, tuples, dense tensors, numbers, strings, bytes and `None`.
             The tree must not change during the call. Tensors that share memory are written separately.
         keep: the number of files to keep. The latest file is `path`, and older files are `path.1`, `path.2`, …
 
     Raises:
         ArgumentError: if the folder does not exist.
-        CheckpointError: if the tree contains a value of another type, or after a system error.
+        CheckpointError: if the tree contains a value of another type, or if the system reports an error.
 
     Cost: one pass over the tensors, without a second copy in memory.
 
@@ -125,15 +128,18 @@ def save(path: str | Path, kind: str, tree: Any, *, keep: int = 1) -> None:
 
 
 def dumps(kind: str, tree: Any, buffer: bytearray | None = None) -> memoryview:
-    """Return the bytes of the file that `save` would write, for `load_from`. Raises the same errors as `save`.
+    """Return the bytes of the file that `save` would write. The function `load_from` reads them.
 
-    The bytes are a copy. Later writes to the tensors do not change them.
+    The bytes are a copy, so later writes to the tensors do not change them.
 
     Args:
-        kind: the kind of the tree, which `load_from` checks.
+        kind: the kind of the tree, a name that `load_from` checks.
         tree: the tree, as in `save`.
-        buffer: memory for the bytes. Reuse a buffer, because the first write to new memory is slow. If the buffer is
-            too short, the function allocates a new one.
+        buffer: memory for the bytes. Pass the same buffer to repeated calls, because the first write to new memory is
+            slow. If the buffer is too short, the function allocates a new one.
+
+    Raises:
+        CheckpointError: if the tree contains a value that `save` rejects.
     """
     parts = [*_serialize(kind, tree)]
     size = sum(map(len, parts))
@@ -142,7 +148,7 @@ def dumps(kind: str, tree: Any, buffer: bytearray | None = None) -> memoryview:
     for chunk in (part[i : i + COPY_BYTES] for part in parts for i in range(0, len(part), COPY_BYTES)):
         start, end = end, end + len(chunk)
         data[start:end] = chunk
-        checksum = zlib.crc32(data[start:end], checksum)  # Other threads may write the source, but not the copy.
+        checksum = zlib.crc32(data[start:end], checksum)  # Another thread may change the tensors, but not the copy.
     data[8 + CHECKSUM.start : 8 + CHECKSUM.stop] = b"%08x" % checksum
     return data
 
@@ -150,11 +156,11 @@ def dumps(kind: str, tree: Any, buffer: bytearray | None = None) -> memoryview:
 def load(path: str | Path, kind: str) -> Any:
     """Read a tree from a file that `save` wrote.
 
-    Tensors are loaded to their original devices, or to the CPU if a device is not available.
+    Each tensor is loaded to its original device, or to the CPU if this device is not available.
 
     Raises:
         CheckpointError: if the file does not exist, is truncated or altered, was not written by `save`, has another
-            format version, or contains another kind. If an older file exists, the message names that file.
+            format version, or contains a tree of another kind. If an older file exists, the message names that file.
     """
     if not isinstance(path, str | Path):
         raise ArgumentError(f"path: expected a path, got {short_repr(path)}")
@@ -173,9 +179,9 @@ def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: boo
     """Read a tree from an open file, starting at the current position.
 
     Args:
-        file: the file. The position is advanced to the end of the tree.
+        file: the file. The function advances its position to the end of the tree.
         kind: the expected kind of the tree.
-        size: the number of bytes from the current position to the end.
+        size: the number of bytes from the current position to the end of the file.
         allow_trailing: whether other bytes may follow the tree.
 
     Raises:
@@ -194,13 +200,13 @@ def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: boo
 
 
 def load_structure(file: BufferedReader, size: int) -> tuple[dict[str, str], Any]:
-    """Read the metadata and the tree of a file, with dtypes and shapes in place of tensors.
+    """Read the metadata and the tree of a file, with the dtype and shape of each tensor in place of its values.
 
-    The memory consumption is constant.
+    The memory consumption does not depend on the sizes of the tensors.
 
     Args:
-        file: the file. The position is advanced to the end of the tree.
-        size: the number of bytes from the current position to the end. Other bytes may follow the tree.
+        file: the file. The function advances its position to the end of the tree.
+        size: the number of bytes from the current position to the end of the file. Other bytes may follow the tree.
 
     Raises:
         CheckpointError: for the same reasons as in `load`. The kind is not checked.
@@ -222,12 +228,12 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
         '01000200'
     """
     line = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    # A tensor with at most one element is contiguous for any stride, but a view of its bytes requires stride 1.
+    # A tensor with at most one element is contiguous with any stride, but a view of its bytes requires stride 1.
     return line.as_strided(line.shape, (1,)).view(torch.uint8).numpy().data
 
 
 def unique_name(path: TreePath, used: Container[str]) -> str:
-    """Return an unused entry name for the tensor at a path."""
+    """Return a name for the tensor at a path of the tree. The name is not in `used`."""
     name = "/".join(map(str, path))
     while name in used or name == "__metadata__":
         name += "'"
@@ -235,7 +241,9 @@ def unique_name(path: TreePath, used: Container[str]) -> str:
 
 
 def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], *, is_bounded: bool = False) -> bytes:
-    """Return the length and the header of a file. The bytes of the entries must follow in the same order.
+    """Return the header of a file, preceded by its length. The caller must write the bytes of the entries after it.
+
+    The bytes must follow in the order of `entries`.
 
     Raises:
         ValueError: if `is_bounded` is set and the header exceeds the limits for untrusted data.
@@ -261,7 +269,7 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], *, 
 
 
 def with_length(header: bytes) -> bytes:
-    """Return a header with its length as a prefix, padded so that tensor data begin at a multiple of 8."""
+    """Return a header with its length as a prefix, padded with spaces to a multiple of 8 bytes."""
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
 
@@ -269,8 +277,8 @@ def with_length(header: bytes) -> bytes:
 def parse_header(header: bytes | memoryview, *, is_bounded: bool = False) -> tuple[dict[str, str], list[TensorEntry]]:
     """Parse a header, and return the metadata and the entries in the order of their bytes.
 
-    The function raises an exception unless the entries are contiguous and the size of each uncompressed entry matches
-    its dtype and shape.
+    The function raises an exception if there are gaps between the bytes of the entries, or if the size of an
+    uncompressed entry does not match its dtype and shape.
 
     Example:
         >>> header = make_header([TensorEntry("w", torch.complex64, [2], 16)], {"kind": "sums"})
@@ -304,11 +312,12 @@ def parse_entries(
     """Yield the entries of a parsed header without its metadata, in the order of their bytes.
 
     Args:
-        lines: the dtype, the shape and the offsets of each tensor.
-        dtypes: the supported dtypes by their names in safetensors files.
+        lines: the dtype, the shape and the offsets of each tensor, by the name of the tensor.
+        dtypes: the supported dtypes, by their names in safetensors files.
 
     Raises:
-        ValueError: if the entries are not contiguous, or the length of an entry does not match its dtype and shape.
+        ValueError: if there are gaps between the bytes of the entries, or if the length of an entry does not match its
+            dtype and shape.
     """
     position = 0
     for name, line in sorted(lines.items(), key=lambda item: item[1]["data_offsets"]):
@@ -336,7 +345,7 @@ def parse_shape(shape: Any) -> tuple[int, ...]:
     """
     is_list = type(shape) is list and len(shape) <= MAX_DIMENSIONS
     has_sizes = is_list and all(type(n) is int and 0 <= n < MAX_SIZE for n in shape)
-    # The strides of an empty tensor are products of its other sizes, which can overflow too.
+    # The strides of an empty tensor are products of its other sizes. These products must not overflow either.
     if has_sizes and math.prod(max(n, 1) for n in shape) < MAX_SIZE:
         return tuple(shape)
     raise ValueError("an invalid shape")
@@ -344,14 +353,14 @@ def parse_shape(shape: Any) -> tuple[int, ...]:
 
 def _parse_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
-    # The dtypes of quantised tensors begin with q.
+    # Names that begin with q are dtypes of quantised tensors, which the format does not support.
     if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):
         raise ValueError(f"unknown dtype {name}")
     return dtype
 
 
 def _serialize(kind: str, tree: Any) -> Iterator[memoryview]:
-    """Yield the parts of a file. The checksum in the header is blank."""
+    """Return the parts of a file. The checksum in the header is `BLANK_CHECKSUM`."""
     tensors: dict[str, Tensor] = {}
 
     def add(tensor: Tensor, path: TreePath) -> Any:
@@ -362,7 +371,7 @@ def _serialize(kind: str, tree: Any) -> Iterator[memoryview]:
     text = encode(tree, add, CheckpointError)
     metadata = {"checksum": BLANK_CHECKSUM.decode(), "kind": kind, "tree": text}
     listed = [TensorEntry(name, x.dtype, x.shape, x.numel() * x.itemsize) for name, x in tensors.items()]
-    # Safetensors readers require that an entry begins at a multiple of the size of its numbers.
+    # Safetensors readers require that each tensor begins at a multiple of its item size.
     listed.sort(key=lambda entry: -entry.stored_dtype.itemsize)
     head = memoryview(make_header(listed, metadata))
     return chain([head], (tensor_bytes(tensors[entry.name]) for entry in listed))

@@ -1,8 +1,9 @@
 """Serialization of messages, payloads, tickets and receipts to bytes.
 
-The bytes are a [tensor file][manifoldagg.tensor_file] without a checksum. If a `spec` is given, the tensors have the
-parameter names of the model, such as `start/0.weight`, `points/0/0.weight` and `buffers/1.running_mean`. The metadata
-contain the ticket and a digest of the model layout.
+The bytes have the format of a [tensor file][manifoldagg.tensor_file] without a checksum. If the caller of `pack` passes
+a `spec`, the tensors have the parameter names of the model, such as `start/0.weight`, `points/0/0.weight` and
+`buffers/1.running_mean`. The metadata then contain a digest of the model layout. They also contain the identifier of
+the ticket, if there is one.
 
 The function `unpack` is safe for untrusted data:
 
@@ -11,8 +12,8 @@ The function `unpack` is safe for untrusted data:
 - All sizes are checked before a tensor is allocated. A tensor is at most `MAX_COMPRESSION_RATIO` times as large as its
   serialized bytes.
 
-Tensors are serialized bit for bit. Other numbers, such as those in `numbers`, `client_state` and receipts, lose the
-sign and the payload bits of a NaN.
+By default, `pack` preserves each bit of a tensor. The sign and the payload bits of a NaN outside of tensors are lost,
+for example in `numbers`, `client_state` or a receipt.
 """
 
 import json
@@ -41,11 +42,11 @@ from manifoldagg.manifolds.wrapper_prefixes import wrapper_hint
 __all__ = ["MAX_COMPRESSION_RATIO", "pack", "ticket_of", "unpack"]
 
 MIN_COMPRESSED_BYTES = 512
-"""The minimum size of a tensor for compression, in bytes."""
+"""The size in bytes below which a tensor is not compressed."""
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in (Message, Payload, Receipt, Ticket)}
 Spec = ParameterSpace | Mapping[str, Any]
 SPLIT_FIELDS = ("start", "points", "base")
-"""The fields that contain models. With a `spec`, each model is stored as its named tensors."""
+"""The fields that contain models. With a `spec`, each model is stored as one tensor per parameter."""
 
 
 def pack(
@@ -58,18 +59,20 @@ def pack(
 ) -> bytes:
     r"""Serialize a message, a payload, a receipt or a ticket to bytes.
 
-    Tensors keep their dtypes and bits. With a `spec`, models are stored as tensors with the parameter names of the
-    model. A ticket needs no `spec`, because it already contains its space. The space itself is not serialized.
+    With `error=0`, tensors keep their dtypes and bits. With a `spec`, each model is stored as one tensor per parameter,
+    under the parameter's name. A ticket needs no `spec`, because it already contains its space. The space itself is not
+    serialized.
 
     Args:
         value: the value to serialize.
         spec: the result of the server's `spec()`, or the space of the server.
-        ticket: the ticket that the value belongs to. The function [`ticket_of`][manifoldagg.wire.ticket_of] reads its
-            identifier.
+        ticket: the ticket that the value belongs to, or its identifier. The receiver can read the identifier with
+            [`ticket_of`][manifoldagg.wire.ticket_of].
         compress: whether to compress tensors losslessly with zstandard (`pip install 'manifoldagg[wire]'`).
         error: the largest rounding error of each number in the `points` and `tensors` of a payload,
             $|\hat x_i - x_i| \le$ `error`. Numbers are rounded to multiples of the largest power of two that satisfies
-            this bound, and then compressed. Non-finite numbers and curved leaves of `points` are not rounded.
+            this bound, and then compressed. Non-finite numbers are not rounded, nor are parameters in `points` that lie
+            on a curved manifold.
 
     Raises:
         ArgumentError: if an argument is invalid. For a message, `error` must be 0, because the client would otherwise
@@ -115,7 +118,7 @@ def pack(
     parts = [
         _encode_tensor(name, leaf, tensor, compress, error, curved) for name, (leaf, tensor) in writer.tensors.items()
     ]
-    # Safetensors readers require that an entry begins at a multiple of the size of its numbers.
+    # Safetensors readers require that each tensor begins at a multiple of its item size.
     parts.sort(key=lambda part: -part[0].stored_dtype.itemsize)
     try:
         head = tensor_file.make_header([entry for entry, _ in parts], metadata, is_bounded=True)
@@ -129,7 +132,8 @@ def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) ->
 
     Args:
         data: the bytes.
-        spec: the spec of the expected space. A ticket gets this space for its method `state_dict`.
+        spec: the result of the server's `spec()`, or the space of the server. The function checks that the bytes match
+            this space. A returned ticket stores the space, because its method `state_dict` requires it.
 
     Raises:
         WireError: if the bytes were not returned by `pack`, have another format version, or do not match the space.
@@ -156,7 +160,7 @@ def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) ->
 
 
 def ticket_of(data: bytes | bytearray | memoryview) -> str | None:
-    """Return the ticket identifier in packed bytes, or `None` if there is no identifier. Only the header is read.
+    """Return the ticket identifier in packed bytes, or `None` if the bytes contain none. Read only the header.
 
     Args:
         data: the result of `pack`.
@@ -174,7 +178,7 @@ def ticket_of(data: bytes | bytearray | memoryview) -> str | None:
 
 
 class _TensorWriter:
-    """Collector of the tensors of a value, which assigns a unique name to each tensor."""
+    """Collector of the tensors of a message, payload, receipt or ticket, which gives each tensor a unique name."""
 
     def __init__(self, layout: Layout | None) -> None:
         self._layout = layout
@@ -182,7 +186,7 @@ class _TensorWriter:
         self.has_leaf_names = False
 
     def add_tensor(self, tensor: Tensor, path: tuple[str | int, ...]) -> Any:
-        """Add a tensor and return the reference that the metadata store."""
+        """Add a tensor, and return the reference to store in the metadata."""
         field = str(path[0])
         name = tensor_file.unique_name(path, self.tensors)
         try:
@@ -208,7 +212,7 @@ class _TensorWriter:
 
 
 class _TensorReader:
-    """Reader of the tensors of a value, which validates the whole header before it reads a tensor."""
+    """Reader of the tensors in packed bytes, which validates the whole header before it reads a tensor."""
 
     def __init__(self, view: memoryview, space: ParameterSpace | None = None) -> None:
         length = int.from_bytes(view[:8], "little")
@@ -236,7 +240,7 @@ class _TensorReader:
         return parse_json(self.metadata[name], is_bounded=True)
 
     def read_tensor(self, reference: Any) -> Tensor:
-        """Return a referenced tensor. Models are assembled from their named tensors."""
+        """Return the tensor for a reference. Models are assembled from the tensors of their parameters."""
         if isinstance(reference, str):
             entry = self.unread_entries.pop(reference)
             return self._assemble([entry], entry.shape)
@@ -358,7 +362,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "receipt": {**RECEIPT_FIELDS, **dict.fromkeys(("weight", "cosine", "step", "norm"), _is_number)},
     "ticket": {**MESSAGE_FIELDS, **EXTRA_FIELDS, "id": str, "start_version": int},
 }
-"""The fields of each kind of value, with a type or a predicate for each field."""
+"""The fields of each kind of value. Each field has the required type, or a predicate that a valid value satisfies."""
 
 
 def _check_layout(digest: str | None, leaves: list[str], space: ParameterSpace) -> None:
@@ -393,7 +397,7 @@ def _as_byte_view(data: Any) -> memoryview:
 
 @contextmanager
 def _as_wire_errors() -> Iterator[None]:
-    """Convert any exception to a `WireError` with a short message of one line."""
+    """Convert any exception in the `with` block to a `WireError` with a short message of one line."""
     try:
         yield
     except WireError:

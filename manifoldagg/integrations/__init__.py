@@ -1,3 +1,3 @@
-"""Integrations with other frameworks, each of which is imported on first access."""
+"""Integrations with other frameworks. Each integration is a module that is imported on first access."""
 
 __all__: list[str] = []

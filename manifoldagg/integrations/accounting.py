@@ -1,9 +1,9 @@
-r"""Privacy accounting: the parameters $(\varepsilon, \delta)$ of a private rule.
+r"""Privacy accounting: the parameters $(\varepsilon, \delta)$ of differential privacy for a private rule.
 
-The rule [`Private`][manifoldagg.federated.rules.Private] is a sequence of Gaussian mechanisms with noise multiplier
-$\sigma$. For a client with n participations, the composition is as private as one Gaussian mechanism with noise
-multiplier $\sigma / \sqrt n$. Amplification by subsampling does not apply, because the first clients to reply are not a
-uniform sample.
+The rule [`Private`][manifoldagg.federated.rules.Private] is a sequence of Gaussian mechanisms, each with noise
+multiplier $\sigma$. For a client that contributes n updates, the whole sequence is as private as one Gaussian mechanism
+with noise multiplier $\sigma / \sqrt n$. Amplification by subsampling does not apply, because the first clients to
+reply are not a uniform sample.
 
 The computation uses Google's `dp-accounting`, which the extra `privacy` installs.
 """
@@ -20,17 +20,19 @@ __all__ = ["epsilon", "noise_for"]
 def epsilon(noise: float, *, participations: float, delta: float) -> float:
     r"""Compute the smallest $\varepsilon$ for which all models are $(\varepsilon, \delta)$-private for every client.
 
+    The parameters satisfy the following equation, in which $n$ is `participations` and $\sigma$ is `noise`:
+
     $$\delta = \Phi\Bigl(\frac{\mu}{2} - \frac{\varepsilon}{\mu}\Bigr)
       - e^\varepsilon\, \Phi\Bigl(-\frac{\mu}{2} - \frac{\varepsilon}{\mu}\Bigr), \qquad \mu = \frac{\sqrt n}{\sigma}.$$
 
-    The definition compares a run with another run in which all updates of one client are zero. If the other run may
-    contain arbitrary updates of this client, $\mu$ is twice as large. For this stronger definition, pass half of the
-    noise.
+    This definition of privacy compares a run with another run in which all updates of one client are zero. A stronger
+    definition allows arbitrary updates of this client in the other run, which doubles $\mu$. For the stronger
+    definition, pass half of the noise multiplier.
 
     Args:
         noise: the noise multiplier $\sigma > 0$, as in [`Private`][manifoldagg.federated.rules.Private].
-        participations: the number n: the limit of the rule, or the metric `participations` in a row of
-            `Server.history`.
+        participations: the number n of updates of one client. Pass the limit of the rule, or the metric
+            `participations` in a row of `Server.history`.
         delta: the probability $\delta$ in (0, 1). Choose a value much smaller than one over the number of clients.
 
     Raises:
@@ -53,7 +55,7 @@ def noise_for(epsilon: float, *, participations: float, delta: float) -> float:
 
     Args:
         epsilon: the privacy loss $\varepsilon > 0$.
-        participations: the number n, as in `epsilon`.
+        participations: the number n of updates of one client, as in the function `epsilon`.
         delta: the probability $\delta$ in (0, 1).
 
     Raises:

@@ -1,6 +1,6 @@
 """Monitoring of a server with `logging`, TensorBoard and Prometheus.
 
-Each function returns a callback for `server.on_event`.
+Each function returns a callback, which the user passes to `Server.on_event`. The server then calls it for each event.
 """
 
 import logging
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["PROMETHEUS_METRICS", "PrometheusMetric", "to_logging", "to_prometheus", "to_tensorboard"]
 
 WARNING_EVENTS = (Rejected, Expired, CheckpointFailed)
-"""The events that are logged with the level `WARNING`."""
+"""The types of events that `to_logging` logs with the level `WARNING`."""
 COUNTED_EVENTS: dict[type[Event], str] = {
     Dispatched: "dispatched",
     Accepted: "accepted",
@@ -37,7 +37,7 @@ COUNTED_EVENTS: dict[type[Event], str] = {
     CheckpointWritten: "checkpoints_written",
     CheckpointFailed: "checkpoints_failed",
 }
-"""The counter of each event that has no label."""
+"""The Prometheus counters without labels, by the type of the event that increments each counter."""
 STALENESS_BUCKETS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """The bucket bounds of the staleness histogram."""
 SECONDS_BUCKETS = tuple(digit * 10.0**power for power in range(-4, 5) for digit in (1, 2, 5))
@@ -45,15 +45,15 @@ SECONDS_BUCKETS = tuple(digit * 10.0**power for power in range(-4, 5) for digit 
 
 
 class PrometheusMetric(NamedTuple):
-    """The definition of a metric. Names, kinds, units and labels are part of the public interface.
+    """The definition of a Prometheus metric. Names, kinds, units and labels are part of the public interface.
 
     Attributes:
         name: the name. Prometheus appends `_total` to a counter, and `_bucket`, `_sum` and `_count` to a histogram.
         kind: `"counter"`, `"gauge"` or `"histogram"`.
         unit: the unit of the value.
         description: the help text.
-        label: the name of the label. Empty if the metric has no label.
-        buckets: the upper bounds of the buckets of a histogram.
+        label: the name of the label, or `""` if the metric has no label.
+        buckets: the upper bounds of the buckets of a histogram. For other kinds, the tuple is empty.
     """
 
     name: str
@@ -97,11 +97,11 @@ PROMETHEUS_METRICS = (
 def to_logging(logger: logging.Logger) -> Callback:
     """Create a callback that logs one line per event.
 
-    Rejections, expired tickets and failed checkpoints have the level `WARNING`. Other events have the level `INFO`.
-    Each log record has the attribute `event`, for handlers that write JSON.
+    Rejected updates, expired tickets and failed checkpoints have the level `WARNING`. Other events have the level
+    `INFO`. Each log record stores the event in its attribute `event`, so that a handler can write the event as JSON.
 
     Args:
-        logger: the logger to use. Errors are logged by the server itself to `logging.getLogger("manifoldagg")`.
+        logger: the logger for the events. The server logs its errors separately, to `logging.getLogger("manifoldagg")`.
 
     Example:
         >>> import sys, torch
@@ -124,7 +124,7 @@ def to_logging(logger: logging.Logger) -> Callback:
         if logger.isEnabledFor(level):
             fields = dict(vars(event))
             if isinstance(event, Accepted):
-                # The event contains the complete receipt and row.
+                # The complete receipt, row and memory would make the line too long.
                 fields |= {"staleness": event.receipt.staleness, "weight": event.receipt.weight}
                 del fields["receipt"], fields["row"], fields["memory"]
             line = " ".join(
@@ -140,9 +140,11 @@ def to_tensorboard(writer: "SummaryWriter") -> Callback:
 
     The scalars are:
 
-    - `updates/staleness`, `updates/latency` and others: the numbers in the rows of the history.
-    - `rejected/points` and others: the number of rejected updates by field, since the callback was created.
-    - `memory/versions` and others: the memory in bytes.
+    - `updates/staleness`, `updates/latency` and others: the numbers in the row of `Server.history` for each accepted
+      update.
+    - `rejected/points` and others: the number of updates rejected because of this field, since the creation of the
+      callback.
+    - `memory/versions` and others: the memory of the server in bytes, by kind.
     - `tickets`: the number of tickets in flight.
 
     Args:
@@ -178,8 +180,8 @@ def to_prometheus(registry: "CollectorRegistry | None" = None) -> Callback:
     [The guide](../guide/monitoring.md#names-and-units-of-the-prometheus-metrics) explains their names and units.
 
     Args:
-        registry: a registry of `prometheus_client`. A registry can contain each metric only once. The default is the
-            global registry.
+        registry: a registry of `prometheus_client`. The default is the global registry. A registry can contain each
+            metric only once, so each call of this function needs its own registry.
 
     Raises:
         ModuleNotFoundError: if `prometheus_client` is not installed.

@@ -53,31 +53,34 @@ def client_app(
     mods: Sequence[Callable[..., FlowerMessage]] | None = None,
     threads: int | None = 1,
 ) -> flwr.clientapp.ClientApp:
-    """Build a Flower `ClientApp` that runs a trainer of this package. The app works with every rule.
+    """Build a Flower `ClientApp` that runs a trainer of this package. The app works with every aggregation rule.
 
-    - The app reads both message formats: a state dict, or a complete message in the wire format. The reply
-      contains all outputs of the trainer.
-    - The node stores the client state of the trainer and the number of its tasks in `context.state`.
-    - All random numbers of a task depend only on `seed`, the node and the number of its earlier tasks. A simulation of
-      the same federation computes the same bits. The node is identified by the `partition-id` in `context.node_config`
-      if present, else by the node id.
-    - If training raises an exception, Flower sends an error reply, and the server continues.
+    - **Messages.** The app reads both message formats: an `ArrayRecord` with a state dict, and the wire format of
+      `manifoldagg.wire`. Its reply contains all outputs of the trainer.
+    - **State.** The node stores the client state of the trainer and the number of its tasks in `context.state`.
+    - **Random numbers.** The random numbers of a task depend only on `seed`, the node and the number of its earlier
+      tasks. A simulation of the same federation therefore computes the same bits. A node is identified by the
+      `partition-id` in `context.node_config`. Without this entry, it is identified by its node id.
+    - **Failures.** If training raises an exception, Flower sends an error reply, and the server continues.
 
     Args:
-        trainer: the trainer, or a function that returns a trainer for a context with the configuration of the run.
-        model: a function that returns the module, such as its class, or a module, which is copied. Training runs on the
-            device of the module.
+        trainer: the trainer, or a function of the Flower context that returns a trainer. The context contains the
+            configuration of the run.
+        model: a function that returns the module, such as its class, or a module, which the app copies. Training runs
+            on the device of the module.
         data: a function of the context and the task number (starting from 0) that returns the batches of a task. The
             batches must be re-iterable.
         criterion: the loss, a function of output and target.
-        personal: names or glob patterns of parameters and buffers that stay on the node, in `context.state`, the same
-            as in `Asynchronous`. The node trains them, and evaluates the model of the server with them.
+        personal: names or glob patterns of parameters and buffers that stay on the node. Pass the same value to
+            `Asynchronous`. The node stores these values in `context.state` and trains them. For an evaluation, the node
+            combines them with the model of the server.
         seed: the seed of all random numbers.
-        evaluate: a function of the module in evaluation mode and the context. It returns metrics with `"num-examples"`.
-            With `None`, the app computes the mean of the criterion over `data(context, 0)` as `"loss"`.
+        evaluate: a function of the module in evaluation mode and the context. It returns metrics that include
+            `"num-examples"`. With `None`, the app computes the metric `"loss"`, the mean of the criterion over
+            `data(context, 0)`.
         mods: Flower mods for training and evaluation. They receive messages in the wire format as bytes.
-        threads: the number of PyTorch threads in training. With `None`, all threads are used, and the rounding errors
-            of sums can differ between runs.
+        threads: the number of PyTorch threads in training. With `None`, PyTorch uses all threads, and the rounding
+            errors of sums can differ between runs.
 
     Raises:
         ArgumentError: if an argument is invalid.
@@ -134,7 +137,7 @@ class _Client:
         node_state = _NodeState(context)
         nth = node_state.num_tasks
         memory = tree_map(node_state.client_state, lambda x: x.to(order.start.device))
-        node_state.num_tasks = nth + 1  # even if this task fails, so that the next task has other random numbers
+        node_state.num_tasks = nth + 1  # before training, so that a failed task also counts
         trainer: Any = self.trainer if isinstance(self.trainer, Trainer) else self.trainer(context)
         generator = task_generator(self.seed, _client_id(context), nth)
         with deterministic(generator, threads=self.threads):
@@ -167,7 +170,7 @@ class _Client:
         model = self._make_model()
         space = ParameterSpace.of(model, personal=self.personal)
         order, _ = _read_message(message.content, model, space)
-        # If the server stores no buffers, the module keeps its own buffers.
+        # If the message contains no buffers, the module keeps its own buffers.
         model.load_state_dict(space.state_dict(order.start, order.buffers or None), strict=False)
         if self.personal:
             load_personal(model, _NodeState(context).client_state)
@@ -187,7 +190,7 @@ class _Client:
 
 
 class _NodeState:
-    """State that a node keeps between tasks, stored in `context.state`."""
+    """State that a node stores in `context.state` between its tasks."""
 
     def __init__(self, context: FlowerContext) -> None:
         self._context = context
@@ -219,7 +222,7 @@ class _NodeState:
         self._set_entry(CLIENT_STATE_KEY, b"" if tree is None else pack(bare))
 
     def error_feedback(self, codec: Codec) -> ErrorFeedback:
-        """Return the error feedback with the residual of the node's last update with this codec."""
+        """Return the error feedback for a codec. Restore the residual if the last update had the same codec."""
         feedback = ErrorFeedback(codec)
         data = self._entries().get(FEEDBACK_KEY)
         saved: Any = unpack(data).client_state if data else {"codec": None}
@@ -228,7 +231,7 @@ class _NodeState:
         return feedback
 
     def save_error_feedback(self, feedback: ErrorFeedback) -> None:
-        """Store the residual for the next update."""
+        """Store the residual of the error feedback for the next update."""
         tree = {"codec": feedback.codec.spec(), "state": feedback.state_dict()}
         self._set_entry(FEEDBACK_KEY, pack(Payload(torch.empty(0, 0), samples=0, client_state=tree)))
 
@@ -236,7 +239,7 @@ class _NodeState:
 def _read_message(
     content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace
 ) -> tuple[Message, Ticket | None]:
-    """Return the message on the device of the model. For the wire format, also return the ticket."""
+    """Return the message with tensors on the device of the model, and the ticket if the message has the wire format."""
     device = next(model.parameters(), torch.empty(0)).device
     data = record_to_bytes(content)
     if data is None:
@@ -252,7 +255,7 @@ def _read_message(
 def _message_from_state_dict(
     content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace, device: torch.device
 ) -> Message:
-    """Return a message with the model of a state dict. The message requests all buffers except frozen parameters."""
+    """Convert a state dict to a message. The message requests all buffers, but not the frozen parameters among them."""
     records = list(content.array_records.values())
     if len(records) != 1:
         raise ArgumentError(f"message: expected one ArrayRecord, a model, got {len(records)}")
@@ -269,7 +272,7 @@ def _message_from_state_dict(
 
 
 def _client_id(context: FlowerContext) -> int:
-    """Return the partition of the node, as in a simulation. Without a partition, return the node id."""
+    """Return the number of the node's data partition, which a simulation also uses, or the node id without one."""
     part = context.node_config.get("partition-id")
     return part if type(part) is int and part >= 0 else context.node_id
 
@@ -277,7 +280,7 @@ def _client_id(context: FlowerContext) -> int:
 def _reiterable_batches(
     data: Callable[[FlowerContext, int], Iterable[Any]], context: FlowerContext, task_index: int
 ) -> Iterable[Any]:
-    """Return the batches of a task. Iterators are rejected, because they end silently after one epoch."""
+    """Return the batches of a task. Reject an iterator, which would be silently empty after one epoch."""
     batches = data(context, task_index)
     if isinstance(batches, Iterator):
         kind = type(batches).__name__

@@ -35,12 +35,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class _PackedModel:
-    """Encoded arrays of one model version, which all messages of this version share.
+    """Encoded arrays of one model version. All messages with this version share the arrays.
 
     Args:
-        ticket: the ticket of a message with this model.
+        ticket: the ticket of a message that contains this model.
         arrays: the arrays by name. They are never modified.
-        is_current: whether the arrays contain the server model itself, and not a rounded or client-specific model.
+        is_current: whether the arrays contain the server's model itself, instead of a rounded or client-specific model.
     """
 
     ticket: Ticket
@@ -53,10 +53,10 @@ class MessageCodec:
 
     Args:
         server: the server of the run.
-        wire: whether messages have the wire format. With `None`, the wire format is used only if the rule sends or
-            requires more than models.
-        compress: whether messages in the wire format are compressed losslessly.
-        codec: the codec of the updates of the nodes. With `None`, updates are not encoded.
+        wire: whether messages have the wire format of `manifoldagg.wire`. With `None`, messages have this format only
+            if the rule sends or requires more than models.
+        compress: whether to compress messages in the wire format losslessly.
+        codec: the lossy codec with which the nodes encode their updates. With `None`, updates are not encoded.
         key: the key of the model in a message.
         weighted_by_key: the name of the metric with the number of samples of a node.
     """
@@ -80,9 +80,9 @@ class MessageCodec:
         self._compress = compress
         self._key = key
         self._weighted_by_key = weighted_by_key
-        # Tensors whose dtype NumPy lacks are sent in a wider dtype without loss.
+        # Flower stores NumPy arrays. Tensors whose dtype NumPy lacks are sent in a wider dtype without loss.
         self._widened_dtypes = {e.name: e.dtype for e in self._space.entries.values() if not numpy_supports(e.dtype)}
-        # Only the latest model is stored, because messages with an older version are rarely sent again.
+        # Only the latest encoded model is stored, because the server rarely sends an older version again.
         self._packed: _PackedModel | None = None
 
     def dispatch(self, node: int) -> tuple[str, dict[str, ArrayRecord | ConfigRecord]]:
@@ -102,11 +102,11 @@ class MessageCodec:
             is_current = isinstance(base, InMemoryTree) and base.tree is message.start
             self._packed = _PackedModel(ticket, array_record(model), is_current)
         record = ArrayRecord()
-        record.update(self._packed.arrays)  # the same Array objects, because Flower caches the hash of the data in them
+        record.update(self._packed.arrays)  # the same Array objects, because each caches the hash of its data
         return ticket.id, {self._key: record}
 
     def model(self) -> ArrayRecord:
-        """Return the current model. The arrays of an earlier message are reused if they have the current version."""
+        """Return the current model. If an earlier message contained the same version, reuse its arrays."""
         packed = self._packed
         if packed is None or not packed.is_current or packed.ticket.version != self._server.version:
             return array_record(self._server.state_dict())
@@ -117,7 +117,7 @@ class MessageCodec:
         self._packed = None
 
     def receive(self, ticket: str, content: RecordDict) -> Receipt:
-        """Decode a reply and pass the update to the server, which rejects an unreadable reply."""
+        """Decode a reply and pass the update to the server. The server rejects a reply that cannot be decoded."""
         receipt = self._receive(ticket, content)
         if self._packed is not None and self._packed.ticket.version != self._server.version:
             self.release()
@@ -163,10 +163,11 @@ class MessageCodec:
 def _with_safe_errors(decode: Callable[..., T], *args: Any) -> T:
     """Call a decoder and sanitise its error messages.
 
-    A message can quote text that a node has sent. This text must not inject lines into a log or fill the log.
+    An error message can quote text that a node has sent. This text must not inject lines into a log or fill the log.
 
     Raises:
-        WireError: with the message of the decoder as one printable line of limited length.
+        WireError: if the decoder raises an error. The new message is the decoder's message as one printable line of at
+            most `MAX_REASON_LENGTH` characters.
     """
     try:
         return decode(*args)

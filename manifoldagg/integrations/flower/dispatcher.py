@@ -28,17 +28,17 @@ MAX_REPLY_BYTES = 2**28
 NODE_REFRESH_INTERVAL = 1.0
 """The time between two queries of the connected nodes, in seconds."""
 TTL_MARGIN = 60.0
-"""A time in seconds. Flower stores a message for twice its timeout plus this time."""
+"""A margin in seconds. Flower stores a message for twice the timeout of its task plus this margin."""
 MAX_QUEUED_EVALUATIONS = 2
 """The maximum number of evaluations per node that are queued or in flight."""
 LOST_REPLY_TIMEOUT = 10.0
-"""The time in seconds that a node has for its reply after Flower may have lost this reply."""
+"""The remaining time in seconds until a task times out if Flower may have lost the reply."""
 UNREADABLE_REPLY_ERRORS = (AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
 """The exceptions that Flower raises for an invalid reply. If the connection is lost, it raises other exceptions."""
 MAX_ISOLATION_DOUBLINGS = 20
-"""The maximum exponent n in the number 2^n of readable replies that end the isolation of a node."""
+"""The maximum exponent n. The isolation of a node ends after 2^n readable replies."""
 TASK_ENDED = "ticket: the task of this reply has already ended"
-"""The reason of a rejection if the reply arrives twice, or after the end of its task."""
+"""The rejection reason for a reply that arrives a second time, or after the end of its task."""
 FlowerMessage: TypeAlias = flwr.app.Message
 
 
@@ -47,7 +47,7 @@ class _TrainTask(NamedTuple):
 
     Attributes:
         id: the identifier of the ticket.
-        records: the records of the message. After the message has been sent, the value is `None` to save memory.
+        records: the records of the message. The value is `None` after the message has been sent, which saves memory.
     """
 
     id: str
@@ -81,11 +81,13 @@ class _EvalTask(NamedTuple):
 class _Isolation:
     """Set of nodes whose replies the dispatcher fetches separately.
 
-    If Flower cannot parse one reply, all replies of the same call may be lost. After an unreadable reply, the
-    dispatcher therefore isolates the node: it fetches each reply of this node in a call of its own.
+    One call of Flower can fetch the replies of many nodes. If Flower cannot parse one of them, all of them may be lost.
+    After an unreadable reply, the dispatcher therefore isolates the node: it fetches each reply of this node in a
+    separate call.
 
-    The isolation ends after 2^n readable replies, where n is the number of unreadable replies so far. Because of this
-    growth, a node that alternates between readable and unreadable replies rarely causes the loss of other replies.
+    The isolation ends after 2^n readable replies, where n is the number of unreadable replies of the node so far.
+    Because of this growth, a node that alternates between readable and unreadable replies rarely causes the loss of
+    other replies.
     """
 
     def __init__(self) -> None:
@@ -110,9 +112,9 @@ class _Isolation:
 
 
 class MessageDispatcher:
-    """Dispatcher, which sends messages to nodes, fetches their replies and assigns each reply to its task.
+    """Dispatcher that sends messages to nodes, fetches their replies and assigns each reply to its task.
 
-    Each node has at most one message in flight. Further tasks of the node wait in a queue.
+    Each node has at most one message in flight. Other tasks of the node wait in a queue.
 
     Args:
         grid: the grid of the `ServerApp`.
@@ -120,8 +122,8 @@ class MessageDispatcher:
         report: the report that counts failed tasks.
         dispatch: a function that issues a ticket for a node. It returns the identifier of the ticket and the records
             of the message.
-        bound_evaluation: a function that limits the size of the reply to an evaluation. It receives the content of the
-            reply and returns the content to store.
+        bound_evaluation: a function that limits the size of the reply to an evaluation. Its argument is the content of
+            the reply, and its result is the content to store.
         largest_reply_bytes: the size of the largest expected reply, in bytes.
         poll_interval: the time between two polls for replies, in seconds.
         accepts_node: a function that returns whether a node may participate in the run.
@@ -188,7 +190,7 @@ class MessageDispatcher:
         Nodes that have disconnected are skipped, and also nodes with `MAX_QUEUED_EVALUATIONS` unfinished evaluations.
 
         Args:
-            evaluation: the evaluation, whose number of nodes is updated.
+            evaluation: the evaluation. The method updates its counts of nodes and missing replies.
             messages: at most one message per node.
         """
         self.evaluations.append(evaluation)
@@ -212,9 +214,9 @@ class MessageDispatcher:
         return over
 
     def train_tasks(self) -> list[tuple[int, dict[str, ArrayRecord | ConfigRecord]]]:
-        """Return each node to which a training task can be sent, with the records of the message.
+        """Return the nodes to which the caller must send training tasks, each with the records of its message.
 
-        The result is empty except while `send` calls `configure`.
+        While `send` calls `configure`, the result contains these nodes. At any other time, the result is empty.
         """
         return [
             (node, work.records)
@@ -225,10 +227,11 @@ class MessageDispatcher:
     def send(self, configure: Callable[[], Iterable[FlowerMessage]]) -> None:
         """Send the next task of each free node.
 
-        If a task has no message or Flower does not send the message, the task fails and the node backs off.
+        If `configure` returns no message for a task or Flower does not send the message, the task fails and the node
+        backs off.
 
         Args:
-            configure: a function that returns the messages of the training tasks in `train_tasks`.
+            configure: a function that returns the messages for the training tasks that `train_tasks` returns.
         """
         due = dict(self.nodes.ready(time.monotonic()))
         for node in [node for node, work in due.items() if self._is_cancelled(work)]:
@@ -241,8 +244,8 @@ class MessageDispatcher:
             messages |= {node: message for node, message in made.items() if isinstance(due.get(node), _TrainTask)}
         timeouts = {node: message.metadata.ttl for node, message in messages.items()}
         for sealed in messages.values():
-            # Flower deletes replies after the time to live. With a longer time, a reply that arrives before the
-            # deadline is not deleted while this process is busy.
+            # Flower deletes a reply after the time to live of its message. A longer time ensures that Flower keeps a
+            # reply that arrives before the deadline until this process fetches it.
             sealed.metadata.ttl += sealed.metadata.ttl + TTL_MARGIN
         sent = set(self._grid.push_messages(messages.values())) if messages else set()
         now = time.monotonic()
@@ -268,13 +271,13 @@ class MessageDispatcher:
         return (held[0], held[1].id) if held is not None and isinstance(held[1], _TrainTask) else None
 
     def next_reply(self) -> FlowerMessage | None:
-        """Process the next reply, and return it if the caller must process it.
+        """Fetch the next reply, and return it if it is a reply to a training task.
 
         The method itself processes replies to evaluations, replies to ended tasks, and all replies after `close`.
 
         Returns:
             The reply to a training task, with content or an error. The caller must then call `complete`. The result is
-                `None` if no reply has arrived or the method has processed the reply.
+                `None` if no reply has arrived or if the method itself has processed the reply.
         """
         if not self._inbox:
             self._poll()
@@ -303,7 +306,7 @@ class MessageDispatcher:
     def complete(self, message_id: str, *, succeeded: bool) -> None:
         """Mark the task of a message as completed, and dispatch the next tasks.
 
-        A repeated call has no effect.
+        A second call for the same message has no effect.
 
         Args:
             message_id: the identifier of the message.
@@ -316,8 +319,8 @@ class MessageDispatcher:
     def _poll(self) -> None:
         """Fetch one batch of the available replies.
 
-        A full poll consists of several batches. If a full poll found no reply, the next one starts after the poll
-        interval.
+        A full poll fetches the replies to all messages in flight, in several batches. If a full poll has found no
+        reply, the next full poll starts after the poll interval.
         """
         if not self._unpolled:
             if self._is_idle:
@@ -364,7 +367,10 @@ class MessageDispatcher:
             return brought
 
     def _is_isolated(self, message_id: str) -> bool:
-        """Return whether to fetch a reply separately. This also applies to ended tasks, whose node is unknown."""
+        """Return whether to fetch the reply to a message separately.
+
+        The result is also `True` for an ended task, because its node is unknown.
+        """
         held = self.nodes.lookup(message_id)
         return held is None or held[0] in self._isolation
 
@@ -411,7 +417,7 @@ class MessageDispatcher:
             self.nodes.enqueue(node, _TrainTask(*self._issue(node)))
 
     def _on_work_finished(self, node: int, work: _TrainTask | _EvalTask, succeeded: bool = False) -> None:
-        """Release a node after a task, and dispatch tasks to the nodes that the sampler selects."""
+        """Free a node after its task has ended, and dispatch tasks to the nodes that the sampler selects."""
         if isinstance(work, _EvalTask) or not succeeded:
             self._cancel(work)
         if not succeeded:

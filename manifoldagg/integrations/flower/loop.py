@@ -31,7 +31,7 @@ __all__ = ["FlowerMessage", "TrainingLoop"]
 
 LOG = logging.getLogger("flwr")
 FlowerMessage: TypeAlias = flwr.app.Message
-"""A message of Flower. A rule also has messages, which are instances of `manifoldagg.federated.Message`."""
+"""A message of Flower, in contrast to `manifoldagg.federated.Message`, which contains a model for a client."""
 AggregateFn: TypeAlias = Callable[[list[RecordDict], str], MetricRecord]
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -39,7 +39,7 @@ EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 class TrainingLoop(Strategy):
     """Base class for the strategy, which runs the rounds of training and evaluation.
 
-    A round does not wait for the slowest nodes. Subclasses build the messages and process the replies.
+    The end of a round does not depend on the slowest nodes. Subclasses build the messages and process the replies.
 
     Attributes:
         server: the server of the current run or the last run.
@@ -84,8 +84,8 @@ class TrainingLoop(Strategy):
     def stop(self) -> None:
         """Request the end of the run.
 
-        The method `start` then stops dispatching tasks, writes the checkpoint and returns. `stop` can be called from
-        any thread or signal handler. A call before `start` has no effect.
+        After this call, the method `start` stops dispatching tasks, writes the checkpoint and returns. Any thread or
+        signal handler can call `stop`. A call before `start` has no effect.
         """
         self._stop_requested = True
 
@@ -101,19 +101,19 @@ class TrainingLoop(Strategy):
     ) -> Result:
         """Train for a number of rounds.
 
-        If an exception interrupts the run, the strategy first writes the checkpoint, and then raises the exception.
-        Examples are an interrupt and an error in `evaluate_fn`.
+        If an exception such as `KeyboardInterrupt` or an error in `evaluate_fn` interrupts the run, the strategy writes
+        the checkpoint before it raises the exception again.
 
         Args:
             grid: the grid of the `ServerApp`.
             initial_arrays: the complete state dict of the initial model.
             num_rounds: the number of rounds.
-            timeout: the maximum duration of a round in seconds. Each evaluation on nodes ends after the same time, so
-                `start` waits at most this time for evaluations after the last round.
+            timeout: the maximum duration of a round in seconds. An evaluation on the nodes has the same maximum
+                duration, so `start` waits at most this time for evaluations after the last round.
             train_config: the configuration of training messages. The strategy adds the entry `"server-round"`.
             evaluate_config: the configuration of evaluation messages. The strategy adds the entry `"server-round"`.
             evaluate_fn: a function that evaluates the model in this process, before the first round and after each
-                round. Its arguments are the round, which starts from 0, and the model. It returns metrics or `None`.
+                round. Its arguments are the number of finished rounds and the model. It returns metrics or `None`.
 
         Returns:
             The last model and the metrics of each round.
@@ -249,7 +249,7 @@ class TrainingLoop(Strategy):
             reply = self._dispatcher.next_reply()
             if reply is not None:
                 arrays, metrics = self.aggregate_train(number, [reply])
-                # If an overridden method did not process the reply, the reply counts as a failure of the node.
+                # If a subclass overrides `aggregate_train` and ignores the reply, the task has failed.
                 self._dispatcher.complete(reply.metadata.reply_to_message_id, succeeded=False)
             self._record_evaluations()
             if arrays is None and self._stop_requested:
@@ -310,7 +310,7 @@ class TrainingLoop(Strategy):
         self._report.flush()
 
     def _close_after_error(self) -> None:
-        """Stop training after an exception, and write the checkpoint. Errors in these steps are logged."""
+        """Stop training after an exception, and write the checkpoint. If one of these steps fails, log the error."""
         if self._is_open:
             for step in (self._report.flush, self._dispatcher.close, self._codec.release, self._save_checkpoint):
                 try:
@@ -319,7 +319,7 @@ class TrainingLoop(Strategy):
                     LOG.exception("an exception was raised while stopping the run:")
 
     def _save_checkpoint(self) -> None:
-        """Write a checkpoint. An error is logged instead of raised, so that `start` can still return the result."""
+        """Write a checkpoint. Log an error instead of raising it, so that `start` can still return the result."""
         if self.durability.checkpoint is not None:
             try:
                 self.server.save()
@@ -341,7 +341,7 @@ class TrainingLoop(Strategy):
             self._write_rounds()
 
     def _write_rounds(self) -> None:
-        """Write the finished rounds to the file. An error is logged and does not stop the run."""
+        """Write the finished rounds to the file. Log an error instead of raising it, so that the run continues."""
         try:
             self._rounds.write()
         except CheckpointError as error:

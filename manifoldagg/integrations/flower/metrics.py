@@ -1,4 +1,4 @@
-"""Metrics that nodes report, with limits on their size, and weighted means of metrics."""
+"""Functions that limit the size of the metrics that nodes report, and that compute weighted means of metrics."""
 
 import math
 import sys
@@ -30,18 +30,19 @@ MAX_METRIC_VALUES = 2_000
 MAX_NAME_LENGTH = 100
 """The maximum length of the name of a metric, in characters."""
 SCALAR = -1
-"""The length that represents a number, in contrast to a list."""
+"""The value that `weighted_mean` uses as the length of a metric that is a number and not a list."""
 
 
 def bounded_metrics(content: RecordDict, key: str, *, keeps_config: bool) -> RecordDict:
-    """Return the metrics of a message without arrays, limited in number, size and length of names.
+    """Return the metrics of a message, without its arrays and without metrics that exceed a limit.
 
-    Metrics beyond a limit are dropped, except the number of samples.
+    The limits are `MAX_METRICS`, `MAX_METRIC_VALUES` and `MAX_NAME_LENGTH`. The function never drops the number of
+    samples.
 
     Args:
         content: the content of a message.
         key: the name of the metric with the number of samples.
-        keeps_config: whether to include each `ConfigRecord`, within the same limits.
+        keeps_config: whether to include each `ConfigRecord`. The same limits apply to its entries.
 
     Example:
         >>> records = {"metrics": MetricRecord({"loss": 0.5}), "config": ConfigRecord()}
@@ -101,12 +102,13 @@ def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
 
     - Lists are averaged entry by entry.
     - Non-finite values are excluded. If no finite value remains, the mean is NaN.
-    - If nodes report the same metric with different lengths, only the values of one length are averaged: the length
-      with the largest total number of samples. Ties prefer numbers to lists and shorter lists to longer lists.
-    - The result contains at most `MAX_METRICS` metrics: those that most nodes report.
+    - If nodes report the same metric with different lengths, only the values of one length are averaged. This is the
+      length with the largest total number of samples. In a tie, a number takes precedence over a list, and a shorter
+      list over a longer list.
+    - The result contains at most `MAX_METRICS` metrics. If there are more, it contains those that most nodes report.
 
     Args:
-        contents: the contents of replies, each with its number of samples.
+        contents: the contents of replies, each of which includes the number of samples.
         key: the name of the metric with the number of samples. This metric is not averaged.
 
     Example:
@@ -142,7 +144,7 @@ def _is_short(name: str) -> bool:
 
 @dataclass
 class _Limits:
-    """The number of names and values that may still be added to a message."""
+    """The numbers of metric names and values that the result of `bounded_metrics` may still include."""
 
     names: int
     values: int

@@ -1,4 +1,4 @@
-"""States and task queues of nodes. The module does not depend on Flower or on a clock."""
+"""States and task queues of nodes. This module does not import Flower, and callers pass the current time."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -25,7 +25,10 @@ class _Node(Generic[Work]):
 
     @property
     def next_queue(self) -> deque[Work]:
-        """The queue of the next task. After a priority task, a waiting task of the other queue is next."""
+        """The queue that contains the next task.
+
+        This is `priority_queue` unless it is empty, or the last task had priority and `queue` contains a task.
+        """
         return (
             self.priority_queue if self.priority_queue and not (self.last_was_priority and self.queue) else self.queue
         )
@@ -34,7 +37,8 @@ class _Node(Generic[Work]):
 class Nodes(Generic[Work]):
     """States of all nodes, with a task queue and at most one message in flight for each node.
 
-    A node that fails backs off: it receives no tasks for some time. The time doubles with each consecutive failure.
+    After a failure, a node backs off: it receives no tasks for some time. This backoff time doubles with each
+    consecutive failure.
 
     Args:
         initial_backoff: the backoff time after the first failure, in seconds.
@@ -64,14 +68,14 @@ class Nodes(Generic[Work]):
 
     @property
     def outstanding(self) -> list[str]:
-        """The messages in flight, with the oldest message first."""
+        """The identifiers of the messages in flight, with the oldest message first."""
         return list(self._node_by_message)
 
     def update_membership(self, connected: Iterable[int]) -> tuple[list[int], dict[int, list[Work]]]:
         """Update the set of connected nodes.
 
         Returns:
-            The new nodes, and the nodes that have left with their unfinished tasks.
+            The new nodes, and a dict of the nodes that have disconnected with their unfinished tasks.
         """
         now = set(connected)
         left = {node: self._remove(node) for node in list(self.present) if node not in now}
@@ -84,12 +88,12 @@ class Nodes(Generic[Work]):
     def enqueue(self, node: int, work: Work, *, priority: bool = False) -> None:
         """Queue a task for a connected node.
 
-        Tasks with `priority` precede other tasks, but never twice in a row.
+        Tasks with `priority` precede other tasks. After each of them, a waiting task without priority is next.
         """
         (self._nodes[node].priority_queue if priority else self._nodes[node].queue).append(work)
 
     def is_backing_off(self, node: int, now: float) -> bool:
-        """Return whether a node has failed and its backoff time has not ended."""
+        """Return whether the backoff time of a node has not ended yet."""
         found = self._nodes[node]
         return not found.message_id and found.wait_until > now
 
@@ -109,8 +113,8 @@ class Nodes(Generic[Work]):
         Args:
             node: a free node.
             message_id: the unique identifier of the message.
-            work: the task that `complete` returns. This value replaces the queued task.
-            deadline: the time at which the task ends without a reply.
+            work: the value to store in place of the queued task. `complete` returns this value.
+            deadline: the time at which the task fails if no reply has arrived.
         """
         found = self._nodes[node]
         hurried = found.next_queue is found.priority_queue
@@ -122,7 +126,7 @@ class Nodes(Generic[Work]):
         self._node_by_message[message_id] = node
 
     def discard(self, node: int) -> None:
-        """Discard the next task of a node."""
+        """Remove the next task of a node from its queue."""
         self._nodes[node].next_queue.popleft()
 
     def lookup(self, message_id: str) -> tuple[int, Work] | None:
@@ -132,7 +136,10 @@ class Nodes(Generic[Work]):
         return None if node is None or work is None else (node, work)
 
     def complete(self, message_id: str, now: float, *, succeeded: bool) -> tuple[int, Work]:
-        """Mark a task as completed, and return the node and the task. After a failure, the node backs off."""
+        """Mark the task of a message as completed, and return its node and the task.
+
+        If the task has not succeeded, the node backs off.
+        """
         node = self._node_by_message.pop(message_id)
         found = self._nodes[node]
         work = found.work
@@ -155,7 +162,7 @@ class Nodes(Generic[Work]):
         found.failures += 1
 
     def overdue(self, now: float) -> list[str]:
-        """Return the messages whose deadline has passed."""
+        """Return the identifiers of the messages whose deadline has passed."""
         return [message_id for message_id, node in self._node_by_message.items() if self._nodes[node].wait_until <= now]
 
     def shorten_deadline(self, message_id: str, deadline: float) -> None:

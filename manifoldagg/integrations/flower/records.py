@@ -1,4 +1,4 @@
-"""Conversion between models or bytes and Flower records."""
+"""Conversion of models, codecs and bytes to Flower records and back."""
 
 import io
 import json
@@ -36,12 +36,12 @@ CODEC_KEY = "manifoldagg-codec"
 ENTRY_NAME = "wire"
 WIRE_STYPE = "manifoldagg.wire"
 NUMPY_STYPE = "numpy.ndarray"
-"""Flower's name for arrays in the format of `.npy` files."""
+"""Flower's name for the serialization of an array in the `.npy` format."""
 HEADER_READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
 def array_record(state_dict: Mapping[str, Tensor]) -> ArrayRecord:
-    """Convert a state dict to an `ArrayRecord`. Tensors whose dtype NumPy lacks become float32.
+    """Convert a state dict to an `ArrayRecord`. Convert tensors with a dtype that NumPy lacks to float32.
 
     Args:
         state_dict: the state dict of a model with its buffers.
@@ -57,19 +57,21 @@ def array_record(state_dict: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
-    """Convert an `ArrayRecord` to tensors that share the memory of the arrays and must not be modified.
+    """Convert an `ArrayRecord` to a state dict. The tensors share the memory of the arrays and must not be modified.
 
-    An array is copied only if it is not aligned, not in row-major order, or not in the native byte order. The size is
-    checked before memory is allocated.
+    The function copies an array only if it is not aligned, not in row-major order, or not in the native byte order. It
+    checks the size of an array before it allocates memory.
 
     Raises:
-        WireError: if an entry is not an array of numbers.
+        WireError: if an entry of the record is not an array of numbers.
     """
     return {name: _tensor_from_array(name, array) for name, array in record.items()}
 
 
 def codec_to_record(codec: Codec | None) -> dict[str, ConfigRecord]:
-    """Return the record, by name, that requests an encoded update. Without a codec, the result is empty.
+    """Return the record that requests updates encoded with a codec, in a dict by its key in the message.
+
+    If `codec` is `None`, the dict is empty.
 
     Example:
         >>> from manifoldagg.federated.clients import Int8
@@ -80,7 +82,7 @@ def codec_to_record(codec: Codec | None) -> dict[str, ConfigRecord]:
 
 
 def codec_from_record(content: RecordDict) -> Codec | None:
-    """Return the codec that a message requests, or `None` without a request.
+    """Return the codec that a message requests for the update, or `None` if it requests no codec.
 
     Raises:
         ArgumentError: if this version of the library does not have the codec.
@@ -114,7 +116,7 @@ def numpy_supports(dtype: torch.dtype) -> bool:
 
 
 def bytes_to_record(data: bytes) -> ArrayRecord:
-    """Convert bytes to a record, which is sent under the key `RECORD_KEY`.
+    """Convert bytes to a record. The caller stores the record in a message under the key `RECORD_KEY`.
 
     Args:
         data: the result of `wire.pack`.
@@ -127,7 +129,7 @@ def bytes_to_record(data: bytes) -> ArrayRecord:
 
 
 def record_to_bytes(content: RecordDict) -> bytes | None:
-    """Return the bytes in the content of a message, or `None` if the content has no such record."""
+    """Return the bytes that `bytes_to_record` has stored in a message, or `None` if the message has no such record."""
     record = content.array_records.get(RECORD_KEY)
     array = None if record is None else record.get(ENTRY_NAME)
     return array.data if array is not None and array.stype == WIRE_STYPE else None
@@ -167,8 +169,8 @@ def _decode_array(array: Array) -> Tensor:
     values = np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if by_columns else "C")
     if kind is torch.bool and values.view(np.uint8).max(initial=0) > 1:
         raise ValueError("got a boolean other than 0 and 1")
-    # The length of the header is arbitrary, so the values may start at an unaligned address, which the kernels cannot
-    # read.
+    # The header can have any length, so the values may start at an unaligned address. The kernels cannot read unaligned
+    # values.
     if dtype.isnative and values.flags.aligned and values.flags.c_contiguous:
         return as_tensors("array", [values])["0"]
     tensor = in_huge_pages(torch.empty(shape, dtype=kind))

@@ -1,4 +1,4 @@
-"""Log lines and counts of rejected updates, failed tasks and finished rounds."""
+"""Log lines about rejected updates, failed tasks and finished rounds, and counts of these events."""
 
 import logging
 from collections import Counter
@@ -15,7 +15,7 @@ LOG = logging.getLogger("flwr")
 MAX_REASON_LENGTH = 300
 """The maximum length of a reason in a log line, in characters."""
 MAX_LISTED_NODES = 5
-"""The maximum number of nodes in the log line about events without their own line."""
+"""The maximum number of nodes in the line that `flush` logs."""
 REJECTED = "update rejected"
 TRAINING_FAILED = "training failed"
 EVALUATION_FAILED = "evaluation failed"
@@ -23,15 +23,14 @@ METRICS_DROPPED = "metrics dropped"
 
 
 class RunReport:
-    """Log and counts of the rejected updates and failed tasks of a run.
+    """Report that logs and counts the rejected updates and failed tasks of a run.
 
-    - An update is rejected if a node has replied and the server has not accepted the reply.
-    - A task fails if no readable reply arrives in time: the node raised an exception, sent an unreadable reply, or did
-      not reply.
+    - An update is *rejected* if a node has replied and the server has not accepted the reply.
+    - A task *fails* if the node raises an exception, sends an unreadable reply, or does not reply in time.
 
-    The number of log lines is limited for each node. The rejections number 1, 2, 4, 8, 16, ... of a node are logged,
-    and also the first rejection of a node in each field. The same limit applies to training failures and to
-    evaluation failures. At the end of a round, one line counts the events that were not logged.
+    The report limits the number of log lines for each node. It logs the 1st, 2nd, 4th, 8th, 16th, ... rejection of a
+    node, and the first rejection of the node for each invalid field. The same limit applies separately to training
+    failures and to evaluation failures. At the end of a round, one line counts the events that were not logged.
 
     Example:
         >>> report = RunReport()
@@ -55,11 +54,11 @@ class RunReport:
         self._staleness.append(staleness)
 
     def add_bytes(self, count: int) -> None:
-        """Add the size in bytes of a reply to a training task. The reply may be accepted or rejected."""
+        """Add the size in bytes of a reply to a training task, whether the server accepts the reply or not."""
         self._num_bytes += count
 
     def reject(self, node: int, reason: str) -> None:
-        """Count a rejected update by field, as `Server.rejected` does. The field is the start of the reason."""
+        """Count a rejected update by its invalid field, as `Server.rejected` does. The reason starts with the field."""
         field = reason.partition(":")[0].partition("[")[0]
         self._rejected[field] += 1
         self._log(node, REJECTED, field, reason)
@@ -78,18 +77,18 @@ class RunReport:
         self._log(node, EVALUATION_FAILED if in_evaluation else TRAINING_FAILED, kind, f"{kind}: {reason}")
 
     def drop_metrics(self, node: int, count: int) -> None:
-        """Log that metrics of an accepted update exceeded the limits and were dropped."""
+        """Log that `count` metrics of an accepted update were dropped because they exceeded a limit."""
         self._log(node, METRICS_DROPPED, "metrics", f"{count} metrics exceed the limits of number, length and name")
 
     def on_event(self, event: Event) -> None:
-        """Log a failed checkpoint. This method is a callback of the server."""
+        """Log a failed checkpoint. The strategy passes this method to `Server.on_event`."""
         if isinstance(event, CheckpointFailed):
             LOG.error("checkpoint: %s: %s", event.path, event.reason)
 
     def guarded(self, callback: Callback) -> Callback:
-        """Wrap a callback so that exceptions are logged instead of raised.
+        """Return a function that calls `callback`, and logs its exceptions instead of raising them.
 
-        Only the exceptions number 1, 2, 4, 8, ... are logged.
+        The function logs only the 1st, 2nd, 4th, 8th, ... exception.
         """
         name = getattr(callback, "__qualname__", type(callback).__name__)
         num_errors = 0
@@ -112,8 +111,8 @@ class RunReport:
             accepted: the number of accepted updates.
 
         Returns:
-            The counts `accepted`, `rejected` and `failed`. Counts by reason, `rejected-FIELD` and `failed-KIND`, are
-            included if they are not 0. `received-bytes` is included if `add_bytes` was called.
+            The counts `accepted`, `rejected` and `failed`. Counts by reason, named `rejected-FIELD` and `failed-KIND`,
+            are included if they are not 0. The count `received-bytes` is included if `add_bytes` was called.
         """
         found = {"accepted": accepted}
         for name, counts in (("rejected", self._rejected), ("failed", self._failed)):
@@ -122,7 +121,7 @@ class RunReport:
         return found | ({"received-bytes": self._num_bytes} if self._num_bytes else {})
 
     def extend(self, metrics: MetricRecord | None, accepted: int) -> MetricRecord:
-        """Add the counts of the current round to aggregated metrics. Existing names keep their values."""
+        """Add the counts of the current round to aggregated metrics. If a name exists already, keep its value."""
         theirs = dict(metrics or {})
         ours = self.metrics(accepted)
         if shared := sorted(ours.keys() & theirs.keys()):
@@ -153,7 +152,7 @@ class RunReport:
         self._failed.clear()
 
     def flush(self) -> None:
-        """Log one line that counts the events that were not logged, by node."""
+        """Log one line with the number of events per node that were not logged individually."""
         if not self._unlogged:
             return
         listed = [

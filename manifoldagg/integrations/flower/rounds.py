@@ -18,8 +18,8 @@ class Rounds:
     """Finished rounds: their metrics, and the number of accepted updates after each round.
 
     Args:
-        path: the path of the server's checkpoint. The rounds are stored in `path.rounds`. With `None`, the rounds are
-            not stored.
+        path: the path of the server's checkpoint. The method `write` stores the rounds in the file `path.rounds`. With
+            `None`, the rounds are not stored.
 
     Attributes:
         cumulative_updates: the total number of accepted updates before the first round and after each round.
@@ -44,11 +44,15 @@ class Rounds:
         return len(self.cumulative_updates) - 1
 
     def finish_round(self, updates: int) -> None:
-        """Record the end of a round, with the total number of accepted updates."""
+        """Record the end of a round.
+
+        Args:
+            updates: the total number of accepted updates since the start of the first round.
+        """
         self.cumulative_updates.append(updates)
 
     def record(self, table: str, server_round: int, metrics: MetricRecord | None) -> None:
-        """Add the metrics of a round to a table of the result. `None` is ignored."""
+        """Add the metrics of a round to a table of `result`. With `None` as metrics, do nothing."""
         if metrics is not None:
             getattr(self.result, table)[server_round] = metrics
 
@@ -63,9 +67,12 @@ class Rounds:
             tensor_file.save(self._path, FILE_KIND, {"cumulative_updates": self.cumulative_updates, "tables": tables})
 
     def read(self, updates: int) -> None:
-        """Read the stored rounds.
+        """Read the stored rounds, and ignore those that the server has not finished yet.
 
-        Rounds that ended after the last update of the server are ignored.
+        After a crash, the server can resume from a checkpoint that is older than the file of the rounds.
+
+        Args:
+            updates: the total number of updates that the server has accepted.
 
         Raises:
             CheckpointError: if the file is invalid.

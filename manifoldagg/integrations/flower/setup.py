@@ -22,7 +22,7 @@ from manifoldagg.manifolds.buffer_policies import BufferPolicy
 __all__ = ["ModelSource", "build_server", "check_callbacks", "check_options"]
 
 ModelSource: TypeAlias = nn.Module | Callable[[], nn.Module] | None
-"""A module, or a function that returns a module. With `None`, the arrays determine the parameters."""
+"""A module, or a function that returns a module. With `None`, names and dtypes of the arrays define the parameters."""
 CONCURRENCY_HINT = "use concurrency for the number of tasks in flight"
 FLOWER_EQUIVALENTS = {
     **dict.fromkeys(
@@ -31,7 +31,7 @@ FLOWER_EQUIVALENTS = {
     **dict.fromkeys(("num_rounds", "train_config", "evaluate_config", "evaluate_fn"), "pass it to start"),
     "max_in_flight": CONCURRENCY_HINT,
 }
-"""Hints for options that Flower's strategies or `Server` have, but this strategy does not have."""
+"""Hints for options that this strategy lacks, although Flower's strategies or `Server` have them."""
 
 
 def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
@@ -60,7 +60,7 @@ def check_options(options: Mapping[str, Any], strategy_options: Collection[str])
         strategy_options: the names of the options of the strategy itself.
 
     Raises:
-        ArgumentError: if an option is unknown or has an invalid value. If the option is unknown, the message lists the
+        ArgumentError: if an option is unknown or has an invalid value. For an unknown option, the message lists the
             known options.
     """
     parameters = inspect.signature(Server).parameters.values()
@@ -97,13 +97,13 @@ def build_server(
     Args:
         rule: the aggregation rule.
         model: the module that determines which arrays are parameters. With `None`, the names and dtypes of the arrays
-            determine it.
+            determine which arrays are parameters.
         arrays: the complete state dict of the initial model.
         buffer_policy: the policies of the buffers.
         durability: the checkpoints and the journal.
         resume: whether to resume the server if a checkpoint or a journal exists.
         replace: whether the rule and the clock may differ from those in the checkpoint.
-        personal: names or glob patterns of the entries that remain on each node.
+        personal: names or glob patterns of the parameters and buffers that remain on each node.
         **options: keyword arguments of the server.
 
     Raises:

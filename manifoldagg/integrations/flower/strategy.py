@@ -1,4 +1,4 @@
-"""The asynchronous strategy, which is the server side of the Flower integration."""
+"""The asynchronous strategy: the server side of the Flower integration."""
 
 import inspect
 import logging
@@ -36,21 +36,22 @@ LOG = logging.getLogger("flwr")
 class Asynchronous(TrainingLoop):
     """Asynchronous Flower strategy, which sends each node a new task as soon as the node has replied.
 
-    The strategy runs a [`Server`][manifoldagg.federated.Server] with any rule. Nodes do not wait for each other:
+    The strategy runs a [`Server`][manifoldagg.federated.Server] with any aggregation rule. Nodes do not wait for each
+    other:
 
     - **Updates.** The server applies each update on arrival, whatever its staleness. It rejects invalid updates, such
       as updates with a NaN or a wrong shape. After a rejection, the node receives its next task after a backoff time.
     - **Failures.** If a node fails, disconnects, or does not reply within `task_timeout`, other nodes are not delayed.
     - **Rounds.** A round ends when the server has accepted `updates` updates, or after the `timeout` of `start`.
-    - **Evaluation.** The nodes evaluate the model of a round while training continues. Each node evaluates as soon as
-      it is free.
+    - **Evaluation.** The nodes evaluate the model at the end of a round while training continues. Each node evaluates
+      as soon as it is free.
 
-    An unmodified `ClientApp` works with every rule that needs only models. Its replies must contain one `ArrayRecord`,
-    and a `MetricRecord` with the metric `"num-examples"`. The app of
-    [`client_app`][manifoldagg.integrations.flower.client_app] works with every rule.
+    An unmodified `ClientApp` works with every rule that needs only the models of the nodes. Its replies must contain
+    one `ArrayRecord`, and a `MetricRecord` with the metric `"num-examples"`. An app that
+    [`client_app`][manifoldagg.integrations.flower.client_app] builds works with every rule.
 
     The methods have the same meaning as in other Flower strategies, and subclasses can override them. The strategy
-    reports the progress in two places:
+    reports its progress in two places:
 
     - The logger `"flwr"` receives one line per round, and lines for rejected updates and failed tasks.
     - The training metrics of a round contain the counts `accepted`, `rejected` and `failed`. With a codec, they also
@@ -62,16 +63,17 @@ class Asynchronous(TrainingLoop):
             parameters, buffers or frozen. With `None`, the strategy uses the names and dtypes of the arrays instead.
         updates: the number of accepted updates per round. The default is the number of nodes at the start of the run.
         concurrency: the number of tasks in flight. The default is one task per node.
-        buffer: the number of updates in each step of a rule with a buffer. The default is the size in the rule.
-        refill: the number of free slots for which the strategy waits before it fills all of them with new tasks. The
-            default is 1.
+        buffer: the number of updates per step, for a rule that buffers updates. The default is the buffer size that the
+            rule sets.
+        refill: the number of tasks that must have ended before the strategy sends new tasks in their place. The default
+            is 1.
         task_timeout: the timeout of a task or an evaluation in seconds. The default is the `timeout` of `start`.
-        wire: whether messages have the wire format. All nodes must then run `client_app`. With `None`, messages have
-            the wire format only if the rule sends or requires more than models.
-        compress: whether messages in the wire format are compressed losslessly.
+        wire: whether messages have the wire format of `manifoldagg.wire`. With `True`, all nodes must run `client_app`.
+            With `None`, messages have the wire format only if the rule sends or requires more than models.
+        compress: whether to compress messages in the wire format losslessly.
         codec: the lossy codec of the updates, such as `TopK(fraction=0.01)` or `Int8()` of
-            `manifoldagg.federated.clients`. All nodes must then run `client_app`, which stores the residual of the
-            error feedback on the node.
+            `manifoldagg.federated.clients`. With a codec, all nodes must run `client_app`. Its error feedback stores
+            the compression error on the node and adds it to the next update.
         fraction_evaluate: the fraction of the nodes that evaluate the model of a round. With 0, no node evaluates.
         min_evaluate_nodes: the minimum number of nodes in an evaluation. If fewer nodes are connected, the strategy
             skips the evaluation.
@@ -80,17 +82,17 @@ class Asynchronous(TrainingLoop):
         weighted_by_key: the name of the metric that contains the number of samples of a node.
         arrayrecord_key: the key of the model in a message.
         configrecord_key: the key of the configuration in a message.
-        train_metrics_aggr_fn: a function that aggregates the metrics of a round. It receives the contents of the
-            replies without arrays, and `weighted_by_key`. The default is the mean weighted by samples.
+        train_metrics_aggr_fn: a function that aggregates the metrics of a round. Its arguments are a list with the
+            content of each reply, without arrays, and `weighted_by_key`. The default is the sample-weighted mean.
         evaluate_metrics_aggr_fn: a function that aggregates the metrics of an evaluation. It has the same arguments and
             the same default.
-        seed: the seed of the sampling of nodes.
-        buffer_policy: the policies of the buffers, as in `Server.of`.
+        seed: the random seed for sampling nodes.
+        buffer_policy: the policies for aggregating the buffers of the model, as in `Server.of`.
         personal: names or glob patterns of parameters and buffers that remain on each node, as in
             [`ParameterSpace.of`][manifoldagg.manifolds.ParameterSpace.of]. Messages and results do not contain them.
-        durability: the checkpoints and the journal. The method `start` writes a final checkpoint. It stores the metrics
-            of the rounds next to the checkpoint.
-        resume: whether `start` resumes from the checkpoint, if a checkpoint exists.
+        durability: the settings of checkpoints and the journal. The method `start` writes a final checkpoint, and
+            stores the metrics of the rounds in a file next to it.
+        resume: whether `start` resumes from the checkpoint in `durability`, if the checkpoint exists.
         replace: whether `rule` and `clock` may differ from those in the checkpoint, as in `Server.resume`.
         on_event: callbacks that receive all events of the server, as in `Server.on_event`. The module
             `manifoldagg.integrations.monitoring` provides such callbacks.
@@ -218,15 +220,15 @@ class Asynchronous(TrainingLoop):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[FlowerMessage]:
-        """Return training messages for free nodes.
+        """Return training messages for free nodes, which have no message in flight.
 
         The training loop calls this method several times per round, whenever nodes are free.
 
         Args:
             server_round: the current round, starting from 1.
-            arrays: the model at the start of the round. The messages contain the current model instead.
-            config: the configuration of the messages, which the method may modify. Each call within a round receives
-                the configuration from the start of the round. The next round starts with the changes of the last call.
+            arrays: the model at the start of the round. The method ignores it and sends the current model.
+            config: the configuration of the messages. The method may modify it. Each call within a round receives the
+                configuration from the start of the round. The next round starts with the changes of the last call.
             grid: the grid of the `ServerApp`.
 
         Returns:
@@ -239,7 +241,7 @@ class Asynchronous(TrainingLoop):
     def aggregate_train(
         self, server_round: int, replies: Iterable[FlowerMessage]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Process the replies of nodes, and return the model and the metrics if the round has ended.
+        """Process the replies of nodes. If the round has ended, return the model and the metrics.
 
         The training loop calls this method with one reply at a time. It calls the method without replies to end the
         round early, for example after a timeout.
@@ -249,8 +251,8 @@ class Asynchronous(TrainingLoop):
             replies: replies of nodes, with content or errors.
 
         Returns:
-            The model and the metrics of the round. Both are `None` if the round continues. The metrics are the result
-                of `train_metrics_aggr_fn`, and the counts `accepted`, `rejected` and `failed`.
+            The model and the metrics of the round. If the round continues, both are `None`. The metrics consist of the
+                result of `train_metrics_aggr_fn` and the counts `accepted`, `rejected` and `failed`.
         """
         replies = list(replies)
         for reply in replies:
@@ -276,7 +278,7 @@ class Asynchronous(TrainingLoop):
             grid: the grid of the `ServerApp`.
 
         Returns:
-            One message for each sampled node. The result is empty if too few nodes are connected.
+            One message for each sampled node. If too few nodes are connected, the result is empty.
         """
         present = list(self._dispatcher.nodes.present)
         count = max(int(len(present) * self.fraction_evaluate), self.min_evaluate_nodes)
@@ -302,7 +304,7 @@ class Asynchronous(TrainingLoop):
             replies: replies of nodes, with content or errors.
 
         Returns:
-            The result of `evaluate_metrics_aggr_fn`, or `None` without valid replies.
+            The result of `evaluate_metrics_aggr_fn`, or `None` if there are no valid replies.
         """
         found = self._with_capped_samples(
             (reply.metadata.src_node_id, reply.content) for reply in replies if reply.has_content()
@@ -310,11 +312,11 @@ class Asynchronous(TrainingLoop):
         return self.evaluate_metrics_aggr_fn(found, self.weighted_by_key) if found else None
 
     def _with_capped_samples(self, contents: Iterable[tuple[int, RecordDict]]) -> list[RecordDict]:
-        """Return the contents of replies with the sample counts for weighted means.
+        """Return the contents of replies, with the sample counts that a weighted mean must use.
 
         If the server's option `weights` is a mapping, the sample count of a node is the count in this mapping.
-        Otherwise, it is the count that the node reports, up to a limit of the server. Contents without a valid sample
-        count are omitted.
+        Otherwise, it is the count that the node reports, capped by the server. Contents without a valid sample count
+        are omitted.
         """
         found = []
         for node, content in contents:
@@ -364,4 +366,4 @@ class Asynchronous(TrainingLoop):
 
 
 STRATEGY_OPTIONS = [p.name for p in inspect.signature(Asynchronous).parameters.values() if p.kind is p.KEYWORD_ONLY]
-"""The names of the keyword arguments of the strategy itself, in contrast to those of the server."""
+"""The names of the keyword arguments of the strategy itself, without those that it passes to the server."""
