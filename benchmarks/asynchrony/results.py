@@ -392,6 +392,12 @@ def concurrency_table(task: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def loss_from_concurrency(task: str, rule: str, updates: int) -> float:
+    """Return how many percentage points less a rule reaches with 5 clients in flight than with 2."""
+    few, many = (accuracies(f"{task}-concurrency-{count}", rule, updates).mean() for count in (2, 5))
+    return 100 * float(few - many)
+
+
 def rewrap(page: str, width: int = 120) -> str:
     """Wrap the paragraphs and list items of a page, whose lines have other lengths after the numbers are filled in.
 
@@ -429,6 +435,7 @@ def render() -> dict[Path, str]:
         concurrency_tasks,
         extreme,
         final,
+        loss_from_concurrency,
         number,
         percent,
         points,
