@@ -63,8 +63,8 @@ DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.
 DTYPES |= {"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 """The dtypes that every safetensors reader supports. Other dtypes are stored as bytes."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_SIZE = 2**58
-"""The upper bound of the number of elements of a tensor. Below it, the number of bytes fits into a 64-bit integer."""
+MAX_SIZE = 2**62
+"""The upper bound of the number of entries of a tensor. PyTorch computes strides as 64-bit integers."""
 
 
 class TensorEntry(NamedTuple):
@@ -333,6 +333,9 @@ def parse_entries(
 
 
 def _check_length(entry: TensorEntry) -> None:
+    # The strides of an empty tensor are products of its other sizes, which must not overflow either.
+    if math.prod(max(n, 1) for n in entry.shape) >= MAX_SIZE:
+        raise ValueError("an invalid shape")
     if not entry.is_compressed and entry.memory != entry.num_bytes:
         raise ValueError("the shape of an entry does not match its number of bytes")
 
@@ -343,10 +346,8 @@ def parse_shape(shape: Any) -> tuple[int, ...]:
     Raises:
         ValueError: if the shape is invalid.
     """
-    is_list = type(shape) is list and len(shape) <= MAX_DIMENSIONS
-    has_sizes = is_list and all(type(n) is int and 0 <= n < MAX_SIZE for n in shape)
-    # The strides of an empty tensor are products of its other sizes. These products must not overflow either.
-    if has_sizes and math.prod(max(n, 1) for n in shape) < MAX_SIZE:
+    is_short_list = type(shape) is list and len(shape) <= MAX_DIMENSIONS
+    if is_short_list and all(type(n) is int and 0 <= n < MAX_SIZE for n in shape):
         return tuple(shape)
     raise ValueError("an invalid shape")
 
