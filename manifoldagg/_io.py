@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from manifoldagg._validation import short_repr
-from manifoldagg.errors import ArgumentError
+from manifoldagg.errors import ArgumentError, CheckpointError
 
 if sys.platform != "win32":
     import fcntl
@@ -26,6 +26,7 @@ __all__ = [
     "close_with",
     "new_figure",
     "older_files",
+    "os_errors",
     "sync",
     "write_all",
 ]
@@ -122,6 +123,15 @@ def check_path(path: str | Path) -> Path:
     if not place.parent.is_dir() or place.is_dir():
         raise ArgumentError(f"path: expected the path of a file in an existing folder, got {short_repr(str(path))}")
     return place
+
+
+@contextmanager
+def os_errors(message: str) -> Iterator[None]:
+    """Convert a system error in the block of a `with` statement to a `CheckpointError` with this message."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{message}: {error.strerror or error}") from error
 
 
 def write_all(write: Callable[[memoryview], int], data: memoryview, checksum: int) -> int:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manifoldagg._io import CHUNK_BYTES, atomic_write, check_path, older_files, write_all
+from manifoldagg._io import CHUNK_BYTES, atomic_write, check_path, older_files, os_errors, write_all
 from manifoldagg._json_tree import MAX_DIMENSIONS, TreePath, check_bounds, decode, encode, parse_json
 from manifoldagg._validation import check_count, short_repr
 from manifoldagg.errors import ArgumentError, CheckpointError
@@ -121,10 +121,8 @@ def save(path: str | Path, kind: str, tree: Any, *, keep: int = 1) -> None:
     place = check_path(path)
     check_count("keep", keep)
     parts = _serialize(kind, tree)
-    try:
+    with os_errors(f"{place}: could not be written"):
         _atomic_write(place, parts, keep)
-    except OSError as error:
-        raise CheckpointError(f"{place}: could not be written: {error.strerror or error}") from error
 
 
 def dumps(kind: str, tree: Any, buffer: bytearray | None = None) -> memoryview:

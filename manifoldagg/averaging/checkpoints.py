@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manifoldagg._io import os_errors
 from manifoldagg._json_tree import parse_json
 from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError, CheckpointError, StateDictError
@@ -395,16 +396,13 @@ def _read_index(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 def _read_header(path: Path) -> tuple[dict[str, str], list[TensorEntry], list[Any]]:
     """Read the metadata and the entries of a file, and the properties by which a restarted merge recognises it."""
-    try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            # A file starts with the length of the header in 8 bytes. A damaged length must not cause a huge allocation.
-            length = int.from_bytes(start := file.read(8), "little")
-            if len(start) < 8 or length > min(MAX_HEADER_BYTES, status.st_size - 8):
-                raise CheckpointError(f"{path}: is not a complete safetensors file: it has {status.st_size} bytes")
-            header = file.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with os_errors(f"{path}: cannot be read"), open(path, "rb") as file:
+        status = os.fstat(file.fileno())
+        # A file starts with the length of the header in 8 bytes. A damaged length must not cause a huge allocation.
+        length = int.from_bytes(start := file.read(8), "little")
+        if len(start) < 8 or length > min(MAX_HEADER_BYTES, status.st_size - 8):
+            raise CheckpointError(f"{path}: is not a complete safetensors file: it has {status.st_size} bytes")
+        header = file.read(length)
     try:
         lines = parse_json(header.decode())
         metadata = lines.pop("__metadata__", {})

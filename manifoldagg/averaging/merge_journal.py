@@ -4,18 +4,18 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 from torch import Tensor
 
-from manifoldagg._io import FileLock, atomic_write, write_all
+from manifoldagg._io import FileLock, atomic_write, os_errors, write_all
 from manifoldagg.averaging.merge_plan import MergePlan
-from manifoldagg.errors import ArgumentError, BusyError, CheckpointError
+from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.tensor_file import tensor_bytes
 
 __all__ = ["MergeDraft"]
@@ -49,7 +49,7 @@ class MergeDraft:
         self.plan = plan
         # The draft is on the file system of the result, which hard links and atomic moves require.
         self.folder = plan.out.with_name(f".{plan.out.name}.merge")
-        with _system_errors(self.folder):
+        with os_errors(f"{self.folder}: could not be written"):
             self.folder.mkdir(mode=0o700, exist_ok=True)
             try:
                 self._lock = FileLock(self.folder / "lock")
@@ -64,7 +64,7 @@ class MergeDraft:
         self._journal = -1
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge-sync")
         try:
-            with _system_errors(self.folder):
+            with os_errors(f"{self.folder}: could not be written"):
                 self._open(resume)
         except BaseException:
             self.close()
@@ -136,7 +136,7 @@ class MergeDraft:
             CheckpointError: if the system reports an error.
         """
         self.commit(wait=True)
-        with _system_errors(self.plan.out):
+        with os_errors(f"{self.plan.out}: could not be written"):
             self._move(certificate, extra)
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -243,7 +243,7 @@ class MergeDraft:
         Raises:
             CheckpointError: if the system reports an error.
         """
-        with _system_errors(self.folder):
+        with os_errors(f"{self.folder}: could not be written"):
             # The system may write fewer bytes than requested.
             while data:
                 count = os.pwrite(self._descriptors[i], data, position)
@@ -251,22 +251,13 @@ class MergeDraft:
 
     def _sync(self, lines: bytes, dirty: Sequence[int]) -> None:
         """Write changed shards, and then new lines of the journal, to the disk. It runs in the background thread."""
-        with _system_errors(self.folder):
+        with os_errors(f"{self.folder}: could not be written"):
             # A record must not reach the disk before the bytes that it describes.
             for descriptor in dirty:
                 os.fsync(descriptor)
             write: Callable[[memoryview], int] = lambda piece: os.write(self._journal, piece)  # noqa: E731
             write_all(write, memoryview(lines), 0)
             os.fsync(self._journal)
-
-
-@contextmanager
-def _system_errors(path: Path) -> Iterator[None]:
-    """Raise a `CheckpointError` for each error of the operating system in the block."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: could not be written: {error.strerror or error}") from error
 
 
 def _line(text: bytes) -> bytes:

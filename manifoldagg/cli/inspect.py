@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manifoldagg import tensor_file
+from manifoldagg._io import os_errors
 from manifoldagg._signals import graceful_shutdown
 from manifoldagg.cli._console import console, error_console
 from manifoldagg.cli.tables import new_table
@@ -166,7 +167,7 @@ def read(path: Path, summary: Summary) -> Iterator[dict[str, Any]]:
     """
     segments = [] if path.is_file() else [*map(Journal(path).segment_path, Journal(path).segments())]
     if path.is_file():
-        with log_format.os_errors(f"{path}: cannot be read"), open(path, "rb") as file:
+        with os_errors(f"{path}: cannot be read"), open(path, "rb") as file:
             kind, tree = _read_head(path, file, summary)
         if kind == checkpoint.KIND:
             summary.kind = "checkpoint"
@@ -183,7 +184,7 @@ def read(path: Path, summary: Summary) -> Iterator[dict[str, Any]]:
     summary.num_bytes = 0
     found = []
     for place in segments:
-        with log_format.os_errors(f"{place}: cannot be read"), open(place, "rb") as file:
+        with os_errors(f"{place}: cannot be read"), open(place, "rb") as file:
             _, header = _read_head(place, file, summary)
             found.append(Segment(place, header, file.tell()))
     for record in _records(found, summary):

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from manifoldagg import tensor_file
-from manifoldagg._io import FileLock, close_with
+from manifoldagg._io import FileLock, close_with, os_errors
 from manifoldagg._validation import KeywordHints, check_choice, check_count
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.pytrees import Tree
-from manifoldagg.federated.server.durability.log_format import KIND, VERSION, encode_record, os_errors
+from manifoldagg.federated.server.durability.log_format import KIND, VERSION, encode_record
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference, PersistentOrderedMap
 from manifoldagg.federated.server.lock import OwnedLock
 from manifoldagg.federated.server.records import LogRecord, PendingLog

@@ -19,17 +19,17 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from manifoldagg import tensor_file
+from manifoldagg._io import os_errors
 from manifoldagg._json_tree import decode, encode
 from manifoldagg.errors import CheckpointError
 from manifoldagg.federated.server.records import LogRecord
 from manifoldagg.federated.types import Payload
 
-__all__ = ["KIND", "Segment", "StoredRecord", "encode_record", "os_errors", "pack_payload", "read_payload", "scan"]
+__all__ = ["KIND", "Segment", "StoredRecord", "encode_record", "pack_payload", "read_payload", "scan"]
 
 KIND = "journal"
 VERSION = 1
@@ -132,15 +132,6 @@ def encode_record(magic: bytes, lsn: int, durable_lsn: int, record: LogRecord) -
     header = RECORD_HEADER.pack(magic, lsn, durable_lsn, len(text), len(record.payload), 0)[:-4]
     yield memoryview(header + zlib.crc32(text, zlib.crc32(header)).to_bytes(4, "little") + text)
     yield memoryview(record.payload)
-
-
-@contextmanager
-def os_errors(message: str) -> Iterator[None]:
-    """Convert a system error in the block of a `with` statement to a `CheckpointError` with this message."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{message}: {error.strerror or error}") from error
 
 
 def scan(segment: Segment) -> tuple[list[StoredRecord], int, int]:

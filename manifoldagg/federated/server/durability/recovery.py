@@ -18,12 +18,13 @@ from typing import Any
 from immutables import Map
 from torch import Tensor
 
+from manifoldagg._io import os_errors
 from manifoldagg._validation import warn_caller
 from manifoldagg.errors import CheckpointError, ManifoldAggError
 from manifoldagg.federated.limits import with_norm
 from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint
 from manifoldagg.federated.server.durability.journal import Journal
-from manifoldagg.federated.server.durability.log_format import Segment, StoredRecord, os_errors, read_payload, scan
+from manifoldagg.federated.server.durability.log_format import Segment, StoredRecord, read_payload, scan
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.store import InMemoryTree, StoredTree
 from manifoldagg.federated.server.records import PendingTicket
