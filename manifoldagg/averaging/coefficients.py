@@ -269,16 +269,13 @@ class MeanMethod:
         points = corners[:, None]
         if self.name == "slerp":
             parts = _slerp(spheres, corners, w)
-            point = spheres._project((parts @ corners)[None])
-            logs = (w[:, None, None] * spheres._log(point.expand_as(points), points)).sum(0)
-            return parts, float(spheres.square(logs).sqrt())
+            return parts, _residual(spheres, spheres._project((parts @ corners)[None]), points, w)
         if self.name == "radial":
             total = (w @ corners)[None]
             if not bool(spheres.square(total) > 0):
                 raise ArgumentError("models: expected directions whose mean is not 0, got directions that cancel")
             point = spheres._project(total)
-            logs = (w[:, None, None] * spheres._log(point.expand_as(points), points)).sum(0)
-            residual = float(spheres.square(logs).sqrt())
+            residual = _residual(spheres, point, points, w)
         else:
             mean = karcher_mean(spheres, points, w, tolerance=TOLERANCE, max_steps=MAX_STEPS)
             point = mean.point
@@ -292,6 +289,12 @@ class MeanMethod:
         parts = point[0].clone()
         parts[0] -= point[0, 1:].sum()
         return parts, residual
+
+
+def _residual(spheres: SpheresInSpan, point: Tensor, points: Tensor, w: Tensor) -> float:
+    r"""Compute $\|\sum_i w_i \log_u u_i\|$ for the directions $u_i$ = `points` and the mean direction $u$ = `point`."""
+    logs = (w[:, None, None] * spheres._log(point.expand_as(points), points)).sum(0)
+    return float(spheres.square(logs).sqrt())
 
 
 def _slerp(spheres: SpheresInSpan, corners: Tensor, w: Tensor) -> Tensor:
