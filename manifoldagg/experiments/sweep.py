@@ -63,21 +63,19 @@ def _frame(reports: Reports, option: str) -> pd.DataFrame:
     """Return the data frame of `load_sweep`."""
     _check_equal_settings(reports, option)
     finals: dict[tuple[str, float], dict[int, float]] = {}
-    unused = []
+    used = set()
     for folder, report in reports:
-        is_used = False
         last = {(row["method"], row["seed"]): row["accuracy"] for row in report["log"]}
         for (label, seed), accuracy in last.items():
             method, value = _method_and_value(report["settings"], label, option)
             if value is None:
                 continue
-            is_used = True
+            used.add(folder)
             seeds = finals.setdefault((method, _number(option, value)), {})
             if seed in seeds:
                 raise ArgumentError(f"folders: {folder}: {method} with {option}={value} and seed {seed} is given twice")
             seeds[seed] = accuracy
-        if not is_used:
-            unused.append(folder)
+    unused = [folder for folder, _ in reports if folder not in used]
     if finals and unused:
         raise ArgumentError(
             f"folders: {unused[0]}: expected a report with a value of {option}, got its default; set the option in "
