@@ -113,11 +113,11 @@ class LabelledDataset:
 
     def __post_init__(self) -> None:
         for name in ("inputs", "labels"):
-            check_instance(name, getattr(self, name), Tensor, f"torch.as_tensor({name})")
+            x = check_instance(name, getattr(self, name), Tensor, f"torch.as_tensor({name})")
+            if x.ndim == 0 or x.numel() == 0:
+                raise ArgumentError(f"{name}: expected at least one sample, got shape {tuple(x.shape)}")
         if isinstance(self.model, nn.Module):
             raise ArgumentError("model: expected a function that creates a module, got a module")
-        if self.inputs.ndim == 0 or self.labels.numel() == 0:
-            raise ArgumentError(f"inputs: expected at least one sample, got {tuple(self.inputs.shape)}")
         samples = len(self.inputs)
         if self.has_label_sets:
             if self.labels.shape[0] != samples or not ((self.labels == 0) | (self.labels == 1)).all():
@@ -144,9 +144,10 @@ class LabelledDataset:
         for name, metric in self.metrics.items():
             check_instance(f"metrics: {name}", metric, Metric)
         for name, told, dtype in (("user_ids", self.user_ids, torch.int64), ("test_mask", self.test_mask, torch.bool)):
-            if told is not None:
-                check_instance(name, told, Tensor, f"torch.as_tensor({name})")
-            if told is not None and (told.dtype != dtype or told.shape != (samples,)):
+            if told is None:
+                continue
+            check_instance(name, told, Tensor, f"torch.as_tensor({name})")
+            if told.dtype != dtype or told.shape != (samples,):
                 given = f"{told.dtype} of shape {tuple(told.shape)}"
                 raise ArgumentError(f"{name}: expected {dtype} of shape ({samples},), got {given}")
         if self.augment is not None and not callable(self.augment):
