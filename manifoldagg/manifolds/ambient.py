@@ -1,7 +1,9 @@
-"""Linear algebra on spaces whose leaves are ordinary tensors (flat) or LoRA adapters (low-rank).
+"""Linear algebra on parameter spaces that contain LoRA adapters.
 
-The sum of two matrices of low rank can have a higher rank. A linear combination of points is therefore computed in the
-ambient vector space, which contains all matrices, and then projected back to matrices of the given rank.
+Each leaf of such a space is one tensor. It is either an ordinary parameter (a flat leaf) or the matrix of a LoRA
+adapter (a low-rank leaf). The sum of two low-rank matrices can have a higher rank. Linear combinations are therefore
+computed in the ambient vector space, which contains all matrices. The result is then projected to the nearest matrix of
+the given rank.
 """
 
 import math
@@ -24,24 +26,25 @@ from manifoldagg.manifolds.power import Power
 __all__ = ["FLAT_AMBIENT", "AmbientSpace", "copied_space"]
 
 STATE_RANK_FACTOR = 4
-"""The ratio of the rank of stored rows to the rank of the leaf, if the leaf has no `state_rank`."""
+"""The default of `state_rank`, as a multiple of the rank of the leaf."""
 UNCHANGED_ROUNDINGS = 16
 """The maximum relative change of a matrix that counts as unchanged, in units of machine epsilon."""
 LeafCoefficients = Sequence[Any]
-"""k numbers, or k numbers for each leaf."""
+"""The coefficients of k vectors: k numbers for all leaves together, or k numbers for each leaf."""
 
 
 @dataclass(frozen=True, eq=False)
 class AmbientSpace:
     """The vector space that contains a manifold: low-rank leaves become m x n matrices, and flat leaves are unchanged.
 
-    Like the kernels, the class computes inner products and linear combinations of *rows*, without materialising
-    differences of rows. On a flat space, it calls the kernels directly.
+    Like the kernels, the class computes inner products and linear combinations of vectors, which are called *rows*.
+    Differences of rows are never stored. On a flat space, the class calls the kernels directly.
 
     On a space with low-rank leaves, a row is a point, or a tuple with one tensor for each leaf. The tensor of a
-    low-rank leaf is a stack (*batch, m + n, any) of factors. Inner products are computed from small cores in a joint
-    basis of all stacks. To compute a linear combination, the columns of the stacks are concatenated, and one truncation
-    projects the result to the leaf.
+    low-rank leaf is a stack (*batch, m + n, any), which contains the two factors of a matrix. To compute inner
+    products, all stacks are expressed in a joint orthonormal basis, in which each matrix is a small core. To compute a
+    linear combination, the columns of all stacks are concatenated. One truncation then reduces the result to the rank
+    of the leaf.
 
     Attributes:
         leaves: the leaves of the space, or an empty tuple for a flat space.
@@ -66,7 +69,11 @@ class AmbientSpace:
 
     @staticmethod
     def of(space: Manifold, point: Tensor) -> "AmbientSpace":
-        """Return the ambient space of a `flat` or `ambient` space. `point` is any point of the space.
+        """Return the ambient vector space of a manifold that is `flat` or `ambient`.
+
+        Args:
+            space: the manifold.
+            point: any point of the manifold.
 
         Raises:
             ArgumentError: if a low-rank leaf is nested in another kind of leaf.
@@ -87,7 +94,15 @@ class AmbientSpace:
     def gram(
         self, rows: Sequence[Row], *, minus: Sequence[Row | None] | None = None, segments: Sequence[int] | None = None
     ) -> Tensor:
-        """Compute inner products (S, k, k) of rows, like [`gram`][manifoldagg.kernels.gram]. Each segment is a leaf."""
+        """Compute the matrix of inner products of k vectors, separately for each leaf of the space.
+
+        Vector i is the difference `rows[i] - minus[i]`. On a flat space, the arguments and the result are those of
+        [`gram`][manifoldagg.kernels.gram].
+
+        Returns:
+            The matrix of inner products (S, k, k) for each of S leaves. If `segments` is `None`, the sum of these
+            matrices (1, k, k).
+        """
         if not self.leaves:
             return gram(rows, minus=minus, segments=segments)
         subtrahends = [None] * len(rows) if minus is None else minus
@@ -114,7 +129,7 @@ class AmbientSpace:
         segments: Sequence[int] | None = None,
         out: Any = None,
     ) -> Any:
-        """Add a linear combination of rows to a point, and return the point of the space that is nearest to the sum.
+        """Add a linear combination of vectors to a point, and project the sum to the nearest point of the space.
 
         Raises:
             ArgumentError: if the result is not finite at a low-rank leaf.
@@ -143,10 +158,10 @@ class AmbientSpace:
         minus: Sequence[Row | None],
         dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
-        """Compute a linear combination of rows that a server stores, such as a momentum.
+        """Compute a linear combination of vectors that a server stores between rounds, such as a momentum.
 
-        A stored row may have a higher rank than a point, which makes later sums more accurate. Low-rank leaves are
-        truncated to their `state_rank`.
+        The matrices of LoRA adapters (low-rank leaves) are truncated to the rank `state_rank`. This rank is usually
+        higher than the rank of a point, so that later sums of stored vectors are more accurate.
         """
         pieces = self._combine_flat(None, rows, coefficients, minus, dtype)
         truncations = []
@@ -166,10 +181,11 @@ class AmbientSpace:
         return point
 
     def tangent_lengths(self, rows: Sequence[Row], coefficients: Sequence[float], point: Tensor) -> tuple[float, float]:
-        """Compute two norms over the low-rank leaves, which measure how accurate a mean of rows is.
+        """Compute two norms that show how accurately a point approximates a linear combination of vectors.
 
-        If the point is the matrix of the given rank that is nearest to the combination, the tangent component of their
-        difference is 0.
+        If the point is the nearest point to the combination, their difference is orthogonal to the tangent space at the
+        point. The tangent component of the difference is then 0. Both norms include only the low-rank leaves, which
+        represent LoRA adapters.
 
         Returns:
             The norm of the tangent component of the combination minus the point, and the norm of the combination.
@@ -189,7 +205,10 @@ class AmbientSpace:
         return math.hypot(*tangent_norms), math.hypot(*norms)
 
     def check(self, name: str, row: Any, like: Tensor) -> Row:
-        """Check that a row is finite and has one tensor for each leaf. Low-rank leaves can have any rank.
+        """Check that a vector is finite, and that its shape fits the space.
+
+        A vector is one tensor with the shape of a point, or a tuple with one tensor for each leaf. In a tuple, the
+        matrices of low-rank leaves can have any rank.
 
         Raises:
             ArgumentError: if the row is invalid.
@@ -211,9 +230,9 @@ class AmbientSpace:
     def combine_exact(
         self, rows: Sequence[Row], coefficients: LeafCoefficients, *, minus: Sequence[Row | None]
     ) -> tuple[Tensor, ...]:
-        """Compute a linear combination of rows in float64, without truncation.
+        """Compute a linear combination of vectors in float64, without truncating it to the rank of the space.
 
-        The ranks of the rows therefore add up at low-rank leaves.
+        A low-rank matrix is stored as two factors. The factors of all terms are concatenated, so their ranks add up.
         """
         pieces = self._combine_flat(None, rows, coefficients, minus, torch.float64)
         for i in self._low_rank_leaves:
@@ -248,10 +267,7 @@ class AmbientSpace:
     def _flat_rows(
         self, rows: Sequence[Row], minus: Sequence[Row | None]
     ) -> tuple[list[TensorList], list[TensorList | None]]:
-        """Return the flat leaves of rows and subtrahends as operands of the kernels.
-
-        Identical rows share one operand.
-        """
+        """Return the flat leaves of rows and subtrahends as operands of the kernels."""
         # Operands are compared by identity, so one row must be converted to one operand.
         lists: dict[int, TensorList] = {}
         for row in (*rows, *minus):
@@ -289,9 +305,10 @@ class AmbientSpace:
     def _combine_low_rank(
         self, i: int, base: Row, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[Tensor, TruncatedSVD | None]:
-        """Compute one low-rank leaf of `base` plus a linear combination of rows.
+        """Compute one low-rank leaf of the sum of a point and a linear combination of vectors.
 
-        The second result is the truncation, or `None` if no truncation was necessary.
+        Returns:
+            The leaf, and its truncated SVD. The SVD is `None` if no truncation was necessary.
         """
         space = copied_space(self.leaves[i].space)
         start = self._piece(base, i)
@@ -308,19 +325,14 @@ class AmbientSpace:
     def _weighted_stacks(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[list[Tensor], list[float]]:
-        """Return stacks and weights whose combination is leaf i of a linear combination of rows.
-
-        `TangentSpace` overrides this method to return tangents.
-        """
+        """Express leaf `i` of a linear combination as a weighted sum of stacks of factors."""
+        # `TangentSpace` overrides this method and returns tangents.
         return self._distinct_stacks(i, rows, minus, coefficients)
 
     def _distinct_stacks(
         self, i: int, rows: Sequence[Row], minus: Sequence[Row | None], coefficients: Sequence[float]
     ) -> tuple[list[Tensor], list[float]]:
-        """Return the distinct stacks of factors of leaf i with nonzero coefficients, and these coefficients.
-
-        The coefficients of equal stacks are added.
-        """
+        """Return the distinct stacks of leaf `i` in a linear combination, and their coefficients."""
         stacks: list[Tensor] = []
         weights: list[float] = []
         index_of_row: dict[int, int] = {}
@@ -360,10 +372,12 @@ class AmbientSpace:
         return joint, combinations
 
     def _basis(self, i: int, stacks: list[Tensor]) -> tuple[JointBasis, list[int]]:
-        """Return a joint orthonormal basis of several stacks of a leaf, and the index of the core of each stack.
+        """Compute a joint orthonormal basis for several low-rank matrices of leaf `i`.
 
-        If the previous basis of the leaf contains all stacks, it is reused, because its decompositions are the main
-        cost.
+        If the previous basis of this leaf contains all matrices, it is reused, because computing a basis is expensive.
+
+        Returns:
+            The basis, and the index of the core of each matrix in this basis.
         """
         # `gram` and `combine` of one step use the same stacks, so the second call finds the basis of the first.
         known, joint = self._joints.get(i, ([], None))
@@ -375,8 +389,8 @@ class AmbientSpace:
         return joint, [index for index in indices if index is not None]
 
     def _is_unchanged(self, i: int, start: Tensor, stacks: list[Tensor], weights: list[float]) -> bool:
+        """Return whether a combination of stacks equals the stack `start`, up to rounding."""
         # The base may have cancelled out of the combination, so its stack is added again for the comparison.
-        """Return whether a combination of stacks equals the start of leaf i up to rounding."""
         all_stacks = [*stacks]
         start_index = _index_or_append(all_stacks, start)
         joint, cores = self._basis(i, all_stacks)
@@ -394,9 +408,9 @@ class AmbientSpace:
     def _truncate_sum(
         self, i: int, stacks: list[Tensor], weights: list[float], rank: int, drops_rounding: bool = False
     ) -> TruncatedSVD:
-        """Compute the sum of several factored matrices, truncated to the given rank.
+        """Approximate a weighted sum of low-rank matrices by the nearest matrix of the given rank.
 
-        With `drops_rounding`, singular values that may be rounding errors are set to 0.
+        If `drops_rounding` is true, singular values that may be rounding errors are set to 0.
         """
         joint, cores = self._basis(i, stacks)
         combination = torch.zeros(len(joint.cores), dtype=torch.float64)
@@ -409,7 +423,7 @@ class AmbientSpace:
         return svd.without_rounding(joint.rounding(combination, svd)) if drops_rounding else svd
 
     def _record_truncations(self, key: str, truncations: Iterable[TruncatedSVD]) -> None:
-        """Add the errors of truncations to an entry of `diagnostics`, and count ties of singular values."""
+        """Add the errors of truncations to `diagnostics[key]`, and count tied singular values."""
         errors = []
         for svd in truncations:
             errors += svd.error.flatten().tolist()
@@ -430,10 +444,7 @@ def copied_space(space: Any) -> Any:
 
 
 def _index_of(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
-    """Return the index of an equal tensor in a list of stacks of factors, or `None`.
-
-    Equal stacks share one index, so that a stack that is added and subtracted cancels exactly.
-    """
+    """Return the index of the first stack that equals `stack`, or `None` if there is none."""
     # Equal shapes are a cheap necessary condition. `torch.equal` reads both stacks.
     for index, other in enumerate(stacks):
         if other is stack or (other.shape == stack.shape and other.dtype == stack.dtype and torch.equal(other, stack)):
@@ -442,7 +453,8 @@ def _index_of(stacks: Sequence[Tensor], stack: Tensor) -> int | None:
 
 
 def _index_or_append(stacks: list[Tensor], stack: Tensor) -> int:
-    """Return the index of a stack with the same factors. If there is none, append the stack first."""
+    """Return the index of `stack` in `stacks`. If it is missing, append it first."""
+    # Equal stacks share one index, so that a stack that is added and subtracted cancels exactly.
     index = _index_of(stacks, stack)
     if index is None:
         index = len(stacks)

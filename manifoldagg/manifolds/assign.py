@@ -1,7 +1,7 @@
-"""Assignment of manifolds to the leaves of a model.
+"""Assignment of manifolds to the parameters of a model.
 
-A leaf is a named parameter of the model. A user assigns a manifold to it by its name or by a glob pattern. Parameters
-of geoopt declare their own manifold.
+A user assigns a manifold to a parameter by its name or by a glob pattern. A parameter of the library geoopt declares
+its own manifold. The declared manifold applies unless the user assigns another one.
 """
 
 import fnmatch
@@ -24,7 +24,10 @@ Assignment = Mapping[str, Any]
 
 
 def declared_manifolds(model: nn.Module) -> dict[str, Any]:
-    """Return the manifolds that the parameters of a module declare in their attribute `manifold`, by parameter name."""
+    """Return the manifolds that the parameters of a module declare, by parameter name.
+
+    A parameter declares its manifold in its attribute `manifold`, as `geoopt.ManifoldParameter` does.
+    """
     declared = {name: getattr(parameter, "manifold", None) for name, parameter in model.named_parameters()}
     return {name: manifold for name, manifold in declared.items() if manifold is not None}
 
@@ -73,9 +76,10 @@ def assign_manifolds(
 
 
 def _fit_space(leaf: Entry, space: Any, name: str) -> Manifold:
-    """Return the space of a whole leaf.
+    """Return the manifold of a whole parameter, given the manifold that is assigned to it.
 
-    This is `space` itself, or a power of `space` if the leaf has further leading axes.
+    If the parameter has more axes than a point of the assigned manifold, the result is a power of this manifold. For
+    example, a parameter of shape (10, 3) with the manifold `Sphere(3)` consists of 10 points of the sphere.
     """
     if space is None:
         return Flat(leaf.size)

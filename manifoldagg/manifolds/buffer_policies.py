@@ -1,7 +1,8 @@
 """Buffer policies, which determine how a server updates the tensors of a model that are not trained.
 
-With the policy `"average"`, the server moves a buffer towards the value of the client. With `"latest"`, it replaces the
-buffer by this value. With `"leave"`, it does not change the buffer.
+- `"average"`: the server moves the buffer towards the value that a client returns.
+- `"latest"`: the server replaces the buffer by the value that a client returns.
+- `"leave"`: the server does not change the buffer.
 """
 
 import fnmatch
@@ -23,7 +24,9 @@ BufferPolicy = Mapping[str, str] | Sequence[str]
 
 
 def check_buffer_policy(patterns: Any) -> BufferPolicy:
-    """Check the type of buffer policies: a mapping from names or patterns to policies, or a sequence of patterns.
+    """Check that the argument `buffer_policy` has a valid type, and return it.
+
+    Valid types are a mapping from names or glob patterns of buffers to policies, and a sequence of glob patterns.
 
     Raises:
         ArgumentError: if `patterns` has another type. A single string is not a sequence of patterns.
@@ -37,15 +40,16 @@ def check_buffer_policy(patterns: Any) -> BufferPolicy:
 
 
 def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[str, str]:
-    """Return the policy of each entry: `"average"`, `"latest"` or `"leave"`.
+    """Return the policy of each buffer: `"average"`, `"latest"` or `"leave"`.
 
-    A name has precedence over a pattern, and an earlier pattern over a later pattern. The default is `"average"`.
+    An exact name has precedence over a glob pattern, and an earlier pattern over a later one. A buffer without a match
+    has the policy `"average"`.
 
-    Only floating dtypes of at least 16 bits can be averaged. For other dtypes, the policy `"average"` is replaced:
+    Only floating dtypes of at least 16 bits can be averaged. For a buffer of another dtype, the policy `"average"` is
+    replaced:
 
-    - A counter, which is an integer named `num_batches_tracked`, gets the policy `"latest"`. The server never decreases
-      it.
-    - All other entries get the policy `"leave"`. Otherwise, one client could replace the indices or masks of all
+    - An integer counter with the name `num_batches_tracked` gets the policy `"latest"`. The server never decreases it.
+    - Any other buffer gets the policy `"leave"`. Otherwise, one client could overwrite the indices or masks of all
       clients.
 
     Raises:

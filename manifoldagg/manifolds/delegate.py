@@ -1,6 +1,7 @@
-"""Base classes for spaces that are built from other spaces.
+"""Base classes for manifolds that are built from other manifolds.
 
-A product is composed of several spaces. A power and a wrapper delegate their formulas to one other space.
+`Composite` is the base class of products, which consist of several manifolds. `Delegate` is the base class of powers
+and wrappers, which pass their computations on to one other manifold.
 """
 
 import abc
@@ -14,7 +15,10 @@ __all__ = ["Composite", "Delegate"]
 
 
 class Composite(Manifold):
-    """Base class for spaces composed of several `spaces`. A composite has the capabilities that all of them have."""
+    """Base class for manifolds that consist of several component manifolds, the `spaces`.
+
+    A composite manifold supports an operation, such as `exp`, if all its components support it.
+    """
 
     @property
     @abc.abstractmethod
@@ -40,7 +44,10 @@ class Composite(Manifold):
 
 
 class Delegate(Composite):
-    """Base class for spaces that delegate formulas and declarations to one other space, their `base_space`."""
+    """Base class for manifolds that pass their computations on to one other manifold, the `base_space`.
+
+    A subclass overrides only those formulas that differ from the formulas of the base space.
+    """
 
     @property
     @abc.abstractmethod

@@ -8,9 +8,10 @@ __all__ = ["Embedded"]
 
 
 class Embedded(Manifold):
-    r"""Base class for submanifolds of $\mathbb{R}^N$ and their quotients, with $\langle u, v\rangle_x = u \cdot v$.
+    r"""Base class for manifolds whose metric is the dot product of coordinates, $\langle u, v\rangle_x = u \cdot v$.
 
-    Random points and tangents are projections of normal random numbers.
+    These manifolds are submanifolds of $\mathbb{R}^N$, such as spheres, and quotients of such submanifolds. Random
+    points and tangents are computed by projecting normally distributed coordinates.
     """
 
     def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:

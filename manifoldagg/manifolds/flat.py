@@ -16,9 +16,9 @@ __all__ = ["Flat"]
 
 @dataclass(frozen=True)
 class Flat(Embedded):
-    r"""Euclidean space $\mathbb{R}^n$ with the dot product.
+    r"""Euclidean space $\mathbb{R}^n$ with the dot product as its metric.
 
-    exp is addition, log is subtraction, and transport is the identity.
+    The exponential map is addition, the logarithm is subtraction, and parallel transport is the identity.
 
     Args:
         n: the dimension.

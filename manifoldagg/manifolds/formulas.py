@@ -1,6 +1,7 @@
-"""Operations that follow from the primitives of a space, without argument checks.
+"""Norms, distances, geodesics and approximations of parallel transport, without argument checks.
 
-The functions of the module `operations` check their arguments and then call these functions.
+They are computed from the primitives of a manifold, such as `exp` and `log`. The module `operations` contains functions
+with the same names, which check their arguments first.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ def geodesic(space: Manifold, x: Tensor, y: Tensor, t: float | Tensor) -> Tensor
 
 
 def pole_ladder(space: Manifold, x: Tensor, y: Tensor, u: Tensor, *, rungs: int = 1) -> Tensor:
-    """Transport `u` from `x` to `y` by reflections at the midpoints of `rungs` segments of the geodesic."""
+    """Transport the tangent `u` from `x` to `y` by a pole ladder, without argument checks."""
 
     def rung(start: Tensor, end: Tensor, v: Tensor) -> Tensor:
         # The reflection in the midpoint maps exp_start(v) to exp_end of the transported vector, with the sign reversed.
@@ -47,7 +48,7 @@ def pole_ladder(space: Manifold, x: Tensor, y: Tensor, u: Tensor, *, rungs: int 
 
 
 def schild_ladder(space: Manifold, x: Tensor, y: Tensor, u: Tensor, *, rungs: int = 1) -> Tensor:
-    """Transport `u` from `x` to `y` by geodesic parallelograms on `rungs` segments of the geodesic."""
+    """Transport the tangent `u` from `x` to `y` by Schild's ladder, without argument checks."""
 
     def rung(start: Tensor, end: Tensor, v: Tensor) -> Tensor:
         # The diagonals of a geodesic parallelogram bisect each other, so `middle` is also halfway to the fourth corner.

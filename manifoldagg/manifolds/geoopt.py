@@ -1,7 +1,7 @@
-"""Conversion of geoopt manifolds to spaces of this package.
+"""Conversion of manifolds of the library geoopt to manifolds of this package.
 
-If this package has an equivalent space, the conversion returns this space. Otherwise, the result calls the formulas of
-geoopt.
+If this package has an equivalent manifold, the conversion returns it. Otherwise, it returns a wrapper that calls the
+methods of geoopt.
 """
 
 import copy
@@ -141,16 +141,18 @@ def from_geoopt(
 
 @dataclass(frozen=True, repr=False)
 class FrozenGeooptManifold:
-    """An immutable copy of a geoopt manifold in float64, with its declared properties.
+    """An immutable and hashable copy of a geoopt manifold in float64, with its declared properties.
 
-    A space is a hashable value, but a geoopt manifold is a mutable module. The copy is therefore compared and hashed by
-    its class, numbers and tensors.
+    A geoopt manifold is a module, so its parameters can change later. The copy never changes. Two copies are equal if
+    their classes, numbers, tensors and declared properties are equal.
 
     Attributes:
-        module: the copy.
-        declared: the primitives of geoopt that satisfy the laws; `None` if this package has an equivalent space.
-        radius: the injectivity radius, if it is known.
+        module: the copy of the geoopt manifold.
+        declared: the primitives whose geoopt formulas are correct, or `None` if this package has an equivalent
+            manifold.
+        radius: the injectivity radius, or `None` if it is unknown.
         symmetric: whether geodesic reflections are isometries.
+        content: the key by which copies are compared and hashed.
     """
 
     module: Any = field(compare=False)
@@ -179,11 +181,11 @@ class FrozenGeooptManifold:
 
 @dataclass(frozen=True)
 class GeooptManifold(Manifold):
-    """A space whose primitives call geoopt's methods, for points of fixed or arbitrary size.
+    """A manifold that calls the methods of a geoopt manifold, for points of a fixed or variable size.
 
-    All primitives are computed in float64 and cast back. `random_point` calls geoopt with a seed from the generator.
-    `random_tangent` draws tangents that are standard normal in the metric, for which it calls geoopt's proju and inner
-    once for each coordinate.
+    All primitives are computed in float64 and cast back. `random_point` calls geoopt with a seed that is drawn from the
+    given generator. `random_tangent` draws tangents that are standard normal in the metric. For this, it computes
+    geoopt's `inner` for all pairs of coordinates, so its cost grows at least quadratically with the size of a point.
 
     Args:
         manifold: the geoopt manifold with its declared properties.
@@ -318,7 +320,16 @@ def is_geoopt(value: object) -> bool:
 
 
 def _is_known(manifold: Any, *, has_claims: bool) -> bool:
-    """Return whether the class of a manifold is part of geoopt, so that its properties are known."""
+    """Return whether the class of a manifold is one of geoopt's own classes.
+
+    Args:
+        manifold: the manifold.
+        has_claims: whether the caller declares properties of the manifold.
+
+    Raises:
+        ArgumentError: if the class is not supported, or if the caller declares properties of one of geoopt's own
+            classes.
+    """
     kind = type(manifold)
     for unsupported, reason in UNSUPPORTED.items():
         if kind is unsupported or (isinstance(manifold, unsupported) and not has_claims):
@@ -331,9 +342,13 @@ def _is_known(manifold: Any, *, has_claims: bool) -> bool:
 
 
 def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
-    """Return a frozen copy of a manifold whose class is part of geoopt, so that its properties are known.
+    """Return a frozen copy of a manifold whose class is one of geoopt's own classes.
 
-    If several classes of geoopt have the same geometry, the copies of their manifolds have the same class.
+    Some of these classes describe the same geometry, for example `Sphere` and `SphereExact`. The copies of such
+    manifolds have the same class, so that the copies compare equal.
+
+    Raises:
+        ArgumentError: if the curvature or the metric of the manifold is not supported.
     """
     kind = type(manifold)
     if kind in BALLS:
@@ -357,7 +372,16 @@ def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
 
 
 def _freeze_declared(manifold: Any, capabilities: Collection[str] | None, radius: float | None) -> FrozenGeooptManifold:
-    """Return a frozen copy of a manifold whose class is not part of geoopt, with its declared properties."""
+    """Return a frozen copy of a user-defined geoopt manifold, with the properties that a caller declares.
+
+    Args:
+        manifold: the manifold.
+        capabilities: the names of the primitives that are correct, or `None` for the default.
+        radius: the injectivity radius, or `None` if it is unknown.
+
+    Raises:
+        ArgumentError: if a declared property is invalid.
+    """
     if not isinstance(manifold.ndim, int):
         raise ArgumentError(f"manifold: expected an integer ndim, got {short_repr(manifold.ndim)}")
     if not isinstance(capabilities, Collection | None):
@@ -394,7 +418,13 @@ def _curvature(manifold: Any) -> Tensor:
 
 
 def _subsphere(projector: Tensor) -> FrozenGeooptManifold:
-    """Return the unit sphere in the range of a projector, which is first corrected for rounding errors."""
+    """Return the unit sphere of a subspace, which is given by a matrix that projects onto it.
+
+    The function first corrects the rounding errors of this matrix, so that it is symmetric and idempotent.
+
+    Raises:
+        ArgumentError: if `projector` is not a single matrix.
+    """
     if projector.ndim != 2:
         raise ArgumentError(
             f"manifold: expected a Sphere in one subspace, got projectors of shape {tuple(projector.shape)}"
@@ -412,7 +442,13 @@ def _subsphere(projector: Tensor) -> FrozenGeooptManifold:
 
 
 def _check_sizes(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Check that points of the manifold, or arrays of such points, can have the given shape, and return the shape."""
+    """Check that tensors of the given shape can contain points of a geoopt manifold, and return the shape as a tuple.
+
+    The leading axes of the shape can be batch axes.
+
+    Raises:
+        ArgumentError: if the shape is invalid. The message starts with `name`.
+    """
     # `type` instead of `isinstance` rejects booleans, which are a subclass of int.
     if not isinstance(shape, tuple | list) or not all(type(n) is int and n > 0 for n in shape):
         raise ArgumentError(f"{name}: expected a shape of positive integers, got {short_repr(shape)}")

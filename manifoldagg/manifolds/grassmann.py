@@ -1,6 +1,7 @@
-"""The Grassmann manifold of subspaces of fixed dimension.
+"""The Grassmann manifold, whose points are the subspaces of a fixed dimension.
 
-A subspace is represented by any matrix whose orthonormal columns span it.
+A subspace is represented by a matrix whose columns form an orthonormal basis of it. All such matrices represent the
+same point.
 """
 
 import math
@@ -153,9 +154,10 @@ class Grassmann(Embedded):
 
 
 def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute cos √S and sin(√S)/√S for a symmetric positive semi-definite matrix S.
+    r"""Compute $\cos\sqrt{S}$ and $\sin(\sqrt{S})/\sqrt{S}$ for a symmetric positive semi-definite matrix $S$.
 
-    They are the upper blocks of the exponential of [[0, 1], [-S, 0]], so their derivatives of all orders are correct.
+    Both results are blocks of the matrix exponential of the block matrix $[0, 1;\; -S, 0]$. The exponential is smooth,
+    so their derivatives of all orders are correct.
     """
     # Without scaling, the off-diagonal blocks have the norms 1 and ‖S‖. Scaling both to the norm √‖S‖ reduces the norm
     # of the matrix and the cancellation.
@@ -168,10 +170,16 @@ def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _squared_angles(cosine: Tensor, angles: Tensor, basis: Tensor) -> Tensor:
-    r"""Compute the matrix $S$ with $\cos\sqrt{S}$ = `cosine`, with correct first and second derivatives.
+    r"""Compute the matrix $S$ with $\cos\sqrt{S} = C$, with correct first and second derivatives.
 
-    The value of $S$ follows from the angles and eigenvectors of `cosine`, but eigenvectors have no derivatives if
-    angles are equal. Two Newton steps therefore add the derivatives, without changing the value.
+    The value of $S$ is computed from the eigenvectors of $C$, whose eigenvalues are the cosines of `angles`.
+    Eigenvectors have no derivatives if two angles are equal. The derivatives are therefore computed by two Newton
+    steps, which do not change the value.
+
+    Args:
+        cosine: the matrix $C$, with derivatives.
+        angles: the square roots of the eigenvalues of $S$, without derivatives.
+        basis: the eigenvectors of $C$, without derivatives.
     """
     mean = (angles.unsqueeze(-1) + angles.unsqueeze(-2)) / 2
     half = (angles.unsqueeze(-1) - angles.unsqueeze(-2)) / 2

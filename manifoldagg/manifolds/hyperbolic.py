@@ -1,4 +1,7 @@
-"""Two models of hyperbolic space, with formulas that are accurate at very small and very large distances."""
+"""Two models of hyperbolic space: the Poincaré ball and the hyperboloid (Lorentz model).
+
+Their formulas are accurate at very small and at very large distances.
+"""
 
 import math
 from collections.abc import Callable
@@ -155,11 +158,11 @@ class PoincareBall(Manifold):
     def _mobius_add(
         self, x: Tensor, u: Tensor, shorten: Callable[[Tensor], Tensor], rest: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Compute the Möbius sum of `x` and a point p in the direction of the tangent `u`.
+        """Compute the Möbius sum of the point `x` and a second point $p$ in the direction of the tangent `u`.
 
-        `exp` and `retract` are such sums, which differ in the length of p. With v = u / (1 - |x|²), the point is p =
-        `shorten`(|v|²) · v, and its norm is below 1. The function `rest`(|v|²) returns 1 - |p|², because the difference
-        would cancel.
+        `exp` and `retract` are such sums. They differ only in the length of $p$. With $v = u / (1 - |x|^2)$, the second
+        point is $p = s v$, and its norm is below 1. The argument `shorten` is a function that computes the factor $s$
+        from $|v|^2$. The argument `rest` is a function that computes $1 - |p|^2$ from $|v|^2$ without cancellation.
         """
         a = self._to_unit_ball(x)
         v = self._to_unit_ball(u)
@@ -297,7 +300,10 @@ class Lorentz(Manifold):
         return x.new_full(x.shape[:-1], math.inf)
 
     def _random_point(self, batch: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Point:
-        """Draw points as exponentials of normal tangents at the origin, whose mean squared length is 1."""
+        """Draw random points by applying the exponential map to normally distributed tangents at the origin.
+
+        The mean squared length of these tangents is 1.
+        """
         noise = torch.randn(*batch, self.n, generator=generator, dtype=dtype, device=generator.device)
         v = noise.double() / math.sqrt(self.n)
         # The space coordinates of exp at the origin are sinh|v| v/|v|.
@@ -315,9 +321,10 @@ def _minkowski(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _time_and_space(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the time coordinate and the space coordinates of a point, in float64.
+    """Return the time coordinate and the space coordinates of a point of the hyperboloid, in float64.
 
-    The time coordinate is recomputed from the space coordinates, so the point is exactly on the hyperboloid.
+    The time coordinate is recomputed from the space coordinates. Rounding errors of the given time coordinate therefore
+    have no effect.
     """
     a = x[..., 1:].double()
     return (1 + dot(a, a)).sqrt(), a

@@ -1,7 +1,7 @@
-"""Layouts, which map the tensors of a model to one contiguous point and back.
+"""Layouts, which describe how the tensors of a model are stored in one contiguous vector, called a point.
 
 A layout contains the name, the shape and the dtype of each tensor. It also states which tensors are parameters, which
-are buffers, and which share memory.
+are buffers, and which share memory. Only parameters are part of a point.
 """
 
 import fnmatch
@@ -77,13 +77,16 @@ class Entry:
 
 
 class ModelSignature(NamedTuple):
-    """The properties of a state dict that determine its layout. Equal signatures have equal layouts.
+    """The properties of a state dict that determine its layout.
+
+    State dicts with equal signatures have equal layouts.
 
     Attributes:
-        names: the names of the tensors in order.
+        names: the names of the tensors, in the order of the state dict.
         shapes: the shapes of the tensors.
         dtypes: the dtypes of the tensors.
-        tied: a pair (name, first name) for each additional name of a floating tensor.
+        tied: the pairs (name, first name) of tied floating tensors. A tied tensor has several names, and there is one
+            pair for each name except the first.
     """
 
     names: tuple[str, ...]
@@ -94,10 +97,10 @@ class ModelSignature(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a model: the position of each of its tensors in a point, or among the buffers.
+    """The layout of a model: its parameters in the order in which a point contains them, and its buffers.
 
-    A layout converts models to points and back without loss. Two layouts are equal if their names, shapes, dtypes and
-    orders are equal.
+    A point is one vector that contains all parameters. The layout converts models to points and back without loss. Two
+    layouts are equal if they have the same names, shapes and dtypes in the same order.
 
     Args:
         leaves: the parameters that form the point, in the order of the point.
@@ -150,7 +153,8 @@ class Layout:
     ) -> "Layout":
         """Return the layout of a state dict.
 
-        All floating tensors are leaves, except batch statistics and tensors whose names match one of `buffer_patterns`.
+        All floating-point tensors are parameters, except batch statistics and tensors whose names match one of
+        `buffer_patterns`. All other tensors are buffers.
 
         Args:
             state: the state dict.
@@ -208,7 +212,7 @@ class Layout:
             raise ArgumentError(f"{name}: expected floating parameters, got none{first}")
 
     def check(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Check that `tensors` have the names, shapes and dtypes of the layout, and that tied tensors are equal.
+        """Check that a state dict has the names, shapes and dtypes of the layout, and that its tied tensors are equal.
 
         Raises:
             StateDictError: if a tensor is missing, superfluous or untied, or has another shape or dtype. The message
@@ -230,7 +234,9 @@ class Layout:
                 )
 
     def check_entries(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Check the names, shapes, dtypes and memory of `tensors` against the layout, without reading their values.
+        """Check that a state dict has the names, shapes and dtypes of the layout, without reading its values.
+
+        The check also detects tensors whose memory was freed.
 
         Raises:
             StateDictError: as in `check`.
@@ -239,9 +245,10 @@ class Layout:
         check_memory(tensors, prefix)
 
     def _in_order(self, tensors: Mapping[str, Tensor], prefix: str) -> tuple[list[Tensor], bool]:
-        """Check tensors, and return them in the order of the entries.
+        """Check that a state dict matches the layout, and return its tensors in the order of the layout.
 
-        The second result is whether all tensors are on the CPU.
+        Returns:
+            The tensors, and whether all of them are on the CPU.
         """
         names, shapes, dtypes = self._expected
         given = [*tensors.values()] if [*tensors] == names else [tensors[name] for name in names if name in tensors]
@@ -316,9 +323,14 @@ class Layout:
     def _tensor_list(
         self, tensors: Mapping[str, Tensor], prefix: str, device: torch.device | None, *, is_reference: bool
     ) -> TensorList:
-        """Check a model, and return its leaves with the attributes that the kernels read.
+        """Check a state dict, and return its parameters as an operand of the kernels.
 
-        `device` is the device of the result. With `None`, it is the device of the first leaf.
+        Args:
+            tensors: the state dict.
+            prefix: the start of error messages.
+            device: the device of the result, or `None` for the device of the first parameter.
+            is_reference: whether this layout was created from `tensors`, so that its names, shapes and dtypes are not
+                checked.
         """
         entries = [tensors[name] for name in self._expected[0] if name in tensors]
         every = TensorList(entries)
@@ -357,7 +369,10 @@ class Layout:
         return row
 
     def check_values(self, models: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Check that the leaves of several models are finite. The keys of `models` are the starts of error messages.
+        """Check that all parameters of several models are finite.
+
+        Args:
+            models: a mapping from labels to models. Error messages start with the label.
 
         Raises:
             StateDictError: if a leaf is not finite. The message contains its name.
@@ -374,7 +389,10 @@ class Layout:
         return leaves | {**buffers}
 
     def views(self, point: Tensor) -> dict[str, Tensor]:
-        """Return each leaf under all its names, in its shape and dtype. Leaves in the dtype of `point` are views."""
+        """Return each parameter at a point, in its own shape and dtype, under each of its names.
+
+        A parameter that has the dtype of `point` is a view of `point`. All other parameters are copies.
+        """
         # `to` returns the view itself if the dtype is the same.
         pieces = point.split(self.sizes)
         views = {
@@ -444,7 +462,12 @@ def check_names(expected: Set[str], given: Set[str], prefix: str = "") -> None:
 
 
 def check_tensors(entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Check that `tensors` have the names, shapes and dtypes of the entries, and that all are dense.
+    """Check that tensors have the expected names, shapes and dtypes, and that they are dense.
+
+    Args:
+        entries: the expected name, shape and dtype of each tensor, by name.
+        tensors: the tensors by name.
+        prefix: the start of error messages.
 
     Raises:
         StateDictError: as in `Layout.check`.
@@ -481,7 +504,8 @@ def _are_equal(x: Tensor, y: Tensor) -> bool:
 def check_memory(tensors: Mapping[str, Tensor], prefix: str) -> None:
     """Check that the memory of each tensor is allocated.
 
-    Sharded training can free the memory of a tensor. Reading the tensor would then crash the process.
+    Sharded training can free the memory of a parameter while the parameter still exists. Reading this parameter would
+    crash the process.
 
     Raises:
         StateDictError: if the memory of a tensor was freed. The message contains its name.
@@ -512,7 +536,11 @@ def signature_of(state: Mapping[str, Tensor], prefix: str = "") -> ModelSignatur
 
 
 def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
-    """Return a pair (name, first name) for each floating tensor that shares the memory of an earlier tensor."""
+    """Find the floating-point tensors that share the memory of an earlier tensor of a model.
+
+    Returns:
+        The pairs (name, first name), where the first name is the name of the earlier tensor.
+    """
     # Tensors are tied if they agree in address, dtype, shape and strides. Other views of the same storage are not.
     first: dict[tuple[object, ...], str] = {}
     tied = []
@@ -530,7 +558,10 @@ def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
 def layout_of(
     signature: ModelSignature, buffer_patterns: tuple[str, ...] = (), dtype: torch.dtype | None = None
 ) -> Layout:
-    """Return the layout of all state dicts with the given signature, as `Layout.of_state_dict` does."""
+    """Return the layout of the state dicts that have the given signature.
+
+    The other arguments have the same meaning as in `Layout.of_state_dict`.
+    """
     names, shapes, dtypes, tied = signature
     entries = [Entry(name, tuple(shape), kind) for name, shape, kind in zip(names, shapes, dtypes, strict=True)]
     owners: dict[str, str | None] = {}
@@ -545,7 +576,16 @@ def layout_of(
 
 
 def _classify_entries(entries: Sequence[Entry], owners: Mapping[str, str | None], dtype: torch.dtype | None) -> Layout:
-    """Split entries into leaves, buffers and aliases. A leaf is its own owner, and a buffer has no owner."""
+    """Build a layout from the tensors of a model and the owner of each tensor.
+
+    The owner of a parameter is the first of its names. A tensor that is its own owner is a parameter of the point. A
+    tensor with another owner is an additional name of a tied parameter. A tensor without an owner is a buffer.
+
+    Args:
+        entries: the name, shape and dtype of each tensor.
+        owners: the name of the owner of each tensor, or `None`.
+        dtype: the dtype of points, or `None` for the narrower dtype that represents every parameter exactly.
+    """
     leaves = []
     buffers = []
     aliases = []
@@ -564,7 +604,7 @@ def _classify_entries(entries: Sequence[Entry], owners: Mapping[str, str | None]
 
 
 def _join_names(names: Iterable[str], max_names: int = 3) -> str:
-    """Return the first names in alphabetical order, and the number of the others, for an error message."""
+    """Join the first names in alphabetical order, and state how many other names there are."""
     ordered = sorted(map(str, names))
     rest = f" and {len(ordered) - max_names} more" if len(ordered) > max_names else ""
     return ", ".join(ordered[:max_names]) + rest

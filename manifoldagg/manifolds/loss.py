@@ -18,10 +18,11 @@ Loss = Callable[[Tensor, Any], Tensor]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ModelLoss:
-    r"""The loss function $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$ of a module.
+    r"""The loss $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$ of a module on a batch of data.
 
-    $f_\theta$ is the module with the parameters $\theta$. The forward pass runs the code of the module in its current
-    mode, but never modifies the module. Batch statistics are written to `replacements` instead.
+    $f_\theta(x)$ is the output of the module with the parameters $\theta$. It is computed by the code of the module in
+    its current mode (train or eval). The module itself is never modified. New batch statistics are written to
+    `replacements` instead.
 
     Args:
         layout: the layout of the module.
@@ -61,12 +62,17 @@ class ModelLoss:
         return {entry.name: self.replacement_of(tensors[entry.name]).detach().clone() for entry in self.layout.buffers}
 
     def replacement_of(self, tensor: Tensor) -> Tensor:
-        """Return the tensor that replaces a buffer or a frozen parameter. Other tensors are returned unchanged."""
+        """Return the tensor that the loss uses instead of the given buffer or frozen parameter of the module.
+
+        Other tensors have no replacement and are returned unchanged.
+        """
         name = self._names().get(id(tensor))
         return tensor if name is None else self.replacements.get(name, tensor)
 
     def with_buffers(self, buffers: Mapping[str, Tensor] | None = None) -> "ModelLoss":
-        """Return the same loss with buffers of its own, so that training with one loss does not affect the other.
+        """Return the same loss with its own copies of the buffers.
+
+        Training with one of the two losses then does not change the buffers of the other one.
 
         Args:
             buffers: the initial buffers, as from `ParameterSpace.buffers`. They are not modified. The default is the

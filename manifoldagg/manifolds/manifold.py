@@ -42,13 +42,15 @@ CHECKED_METHODS = PRIMITIVES | {"gradient", "invariant"}
 
 @dataclass(frozen=True)
 class Leaf:
-    """A named part of the points of a space, with a space of its own.
+    """A named part of the points of a manifold, which has a manifold of its own.
+
+    For example, each parameter of a model is a leaf of the parameter space of the model.
 
     Attributes:
-        name: the name, which is empty if the part is the whole point.
-        space: the space of the part.
-        part: the slice of a flattened point.
-        storage_dtype: the dtype in which a model stores the part, if it is narrower than the dtype of the point.
+        name: the name of the leaf, which is empty if the leaf is the whole point.
+        space: the manifold of the leaf.
+        part: the slice of the flattened point that contains the leaf.
+        storage_dtype: the dtype in which a model stores the leaf, or `None` if it is the dtype of the point.
     """
 
     name: str
@@ -60,7 +62,10 @@ class Leaf:
         return f"{self.name}: {self.space}" if self.name else str(self.space)
 
     def select(self, points: Tensor) -> Tensor:
-        """Return the part of points or tangents that belongs to the leaf, as a view (*batch, *leaf.space.shape)."""
+        """Return the part of each point or tangent that belongs to this leaf, (*batch, *leaf.space.shape).
+
+        The result is a view of `points`.
+        """
         return points[..., self.part].view(*points.shape[:-1], *self.space.shape) if self.name else points
 
 
@@ -124,7 +129,10 @@ class Manifold(abc.ABC):
         return self._inner(x, u, v)
 
     def exp(self, x: Point, u: Tangent) -> Point:
-        r"""Compute $\exp_x u$, the point at time 1 of the geodesic that starts at `x` with the velocity `u`."""
+        r"""Compute the exponential map $\exp_x u$.
+
+        The result is the point at time 1 on the geodesic that starts at `x` with the velocity `u`.
+        """
         self._check({"x": x}, tangents={"u": u})
         return self._exp(x, u)
 
@@ -149,12 +157,18 @@ class Manifold(abc.ABC):
         return self._project(x)
 
     def retract(self, x: Point, u: Tangent) -> Point:
-        r"""Compute a cheap approximation of $\exp_x u$ with an error of third order in the length of `u`."""
+        r"""Compute an approximation of the exponential map $\exp_x u$ that is cheaper than `exp`.
+
+        Its error is of third order in the length of the tangent `u`.
+        """
         self._check({"x": x}, tangents={"u": u})
         return self._retract(x, u)
 
     def inverse_retract(self, x: Point, y: Point) -> Tangent:
-        """Compute the tangent at `x` that `retract` maps to the nearby point `y`. This is cheaper than `log`."""
+        """Compute the tangent at `x` that `retract` maps to the nearby point `y`.
+
+        This method is a cheaper approximation of `log`.
+        """
         self._check({"x": x, "y": y})
         return self._inverse_retract(x, y)
 
@@ -173,19 +187,20 @@ class Manifold(abc.ABC):
         return self._random_tangent(x, generator)
 
     def gradient(self, x: Point, derivative: Tangent) -> Tangent:
-        r"""Convert a derivative with respect to coordinates to the Riemannian gradient.
+        r"""Convert the derivative of a function with respect to coordinates to its Riemannian gradient.
 
-        For the derivative $e$, the gradient is the tangent $g$ with $\langle g, v\rangle_x = e \cdot v$ for every
-        tangent $v$.
+        If the derivative at the point $x$ is $e$, the gradient is the tangent $g$ at $x$ with
+        $\langle g, v\rangle_x = e \cdot v$ for every tangent $v$.
         """
         self._check({"x": x}, vectors={"derivative": derivative})
         return self._gradient(x, derivative)
 
     def invariant(self, x: Point) -> Tensor:
-        """Return a tensor that is equal for all representatives of a point, by default `x` itself.
+        """Return a tensor that depends only on the point that `x` represents, and not on the representation.
 
-        For example, all orthonormal bases of a subspace represent the same point of the Grassmann manifold. Its
-        invariant is the projector onto the subspace.
+        For example, different orthonormal bases of a subspace represent the same point of the Grassmann manifold. Its
+        invariant is the projector onto the subspace. If each point has only one representation, the invariant is `x`
+        itself.
         """
         self._check({}, vectors={"x": x})
         return self._invariant(x)
@@ -193,8 +208,8 @@ class Manifold(abc.ABC):
     def leaves(self, x: Tensor) -> tuple["Leaf", ...]:
         """Return the named parts (leaves) of points like `x` (*batch, *shape), in the order of storage.
 
-        The leaves of a parameter space are its tensors. The leaves of a product are the leaves of its factors. Any
-        other space is itself the only leaf, which has no name.
+        The leaves of a parameter space are the parameters of the model. The leaves of a product are the leaves of all
+        its factors. A point of any other manifold has one leaf, which is the whole point and has an empty name.
         """
         return (Leaf("", self, slice(0, x.shape[x.ndim - len(self.shape) :].numel())),)
 
@@ -241,14 +256,24 @@ class Manifold(abc.ABC):
     def _missing(self, formula: str, *arguments: Any) -> Tensor:
         """Compute a formula that the class does not implement.
 
-        The default raises an error. Composite spaces delegate the formula to their components.
+        By default, this method raises `NotImplementedError`. A composite manifold overrides it and calls the same
+        formula of its components.
         """
         raise self._not_implemented(formula)
 
     def _check(
         self, points: NamedTensors, *, tangents: NamedTensors | None = None, vectors: NamedTensors | None = None
     ) -> None:
-        """Check the shapes, dtypes and devices of points, of tangents at the point "x", and of other vectors."""
+        """Check that the arguments of a method have valid shapes and the same dtype and device.
+
+        Args:
+            points: the points by name.
+            tangents: the tangents at the point with the name "x", by name.
+            vectors: other vectors with the shape of a point, by name.
+
+        Raises:
+            ArgumentError: if an argument is invalid. The message starts with its name.
+        """
         # The compiler of torch 2.6 does not support the union operator of dicts.
         tensors = {**points, **(tangents or {}), **(vectors or {})}
         first = next(iter(tensors.values()))
@@ -265,7 +290,7 @@ class Manifold(abc.ABC):
 
 
 def check_not_model(name: str, point: object) -> None:
-    """Check that an argument is not a module or a state dict, where a point is expected.
+    """Check that an argument is a point, and not a module or a state dict.
 
     Args:
         name: the name of the argument.

@@ -1,7 +1,7 @@
-"""Matrix functions that are accurate to rounding, and differentiable even for repeated eigenvalues.
+"""Matrix functions that are accurate to rounding, and whose derivatives are correct even for repeated eigenvalues.
 
-The derivatives of an eigendecomposition divide by differences of eigenvalues. `polar` and `differentiable_log`
-therefore compute derivatives by Newton steps instead.
+The derivatives of an eigendecomposition divide by differences of eigenvalues, so they are infinite or NaN if two
+eigenvalues are equal. `polar` and `differentiable_log` therefore compute derivatives by Newton steps instead.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ __all__ = ["differentiable_log", "eye", "matrix_exp", "orthogonal_part", "polar"
 
 
 def matrix_exp(a: Tensor) -> Tensor:
-    """Compute the matrix exponential $e^A$ (*batch, n, n), accurate to rounding.
+    """Compute the matrix exponential $e^A$ of one or more matrices (*batch, n, n), accurate to rounding.
 
-    For a single matrix with a norm near 0.05, `torch.matrix_exp` has an error of 1e-11 in float64 (torch 2.13). For two
-    or more matrices, it is accurate. A single matrix is therefore computed together with a zero matrix.
+    `torch.matrix_exp` (torch 2.13) is accurate for two or more matrices. For a single matrix with a norm near 0.05, its
+    error is 1e-11 in float64. A single matrix is therefore computed together with a zero matrix.
     """
     if a.shape[:-2].numel() > 1:
         return torch.matrix_exp(a)
@@ -27,12 +27,13 @@ def matrix_exp(a: Tensor) -> Tensor:
 
 
 def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Add correct first and second derivatives to a known value of $\log M$, by implicit differentiation.
+    r"""Add correct first and second derivatives to a known value of the matrix logarithm $X = \log M$.
 
-    $X = \log M$ solves $e^X = M$, so the Newton step $X + \mathrm{solve}(M - e^X)$ does not change the value. The first
-    step makes the first derivatives correct, and the second step makes the second derivatives correct. Unlike the
-    derivatives of an eigendecomposition, no step divides by a difference of eigenvalues. Without autograd, the function
-    returns `value`.
+    The logarithm solves the equation $e^X = M$. A Newton step replaces $X$ by $X + \mathrm{solve}(M - e^X)$, where
+    `solve` inverts the derivative of the exponential. The value does not change, because $M - e^X = 0$. The first step
+    makes the first derivatives correct, and the second step makes the second derivatives correct. Unlike the
+    derivatives of an eigendecomposition, the steps do not divide by differences of eigenvalues. If no derivatives are
+    required, the function returns `value`.
 
     Args:
         value: $\log M$ (*batch, n, n), without derivatives.
@@ -47,18 +48,16 @@ def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], 
 
 
 def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the polar factor of z, the nearest matrix with orthonormal columns.
+    """Compute the polar factor of a matrix z, which is the nearest matrix with orthonormal columns.
 
-    An SVD gives the value, but its derivatives divide by differences of singular values. The derivatives are therefore
-    computed by two Newton steps. Let z = q h with a symmetric h. A change e of z changes q by q Ω + (1 - q qᵀ) e h⁻¹,
-    where the skew matrix Ω solves Ω h + h Ω = qᵀ e - eᵀ q. Each Newton step applies this change with the residual of z
-    = q h as e. The residual is 0, so only the derivatives change: the first step corrects first derivatives, and the
-    second step corrects second derivatives.
+    The value is computed by an SVD. The derivatives of an SVD divide by differences of singular values, so they are not
+    used. Instead, two Newton steps compute the derivatives: the first step makes the first derivatives correct, and the
+    second step makes the second derivatives correct.
 
     Args:
         z: matrices (*batch, n, p).
-        proper: whether the result must have determinant 1, for square matrices. If det z < 0, h then has a negative
-            eigenvalue.
+        proper: whether the polar factor q must have determinant 1, for square matrices. If det z < 0, the symmetric
+            matrix h with z = q h then has a negative eigenvalue.
 
     Returns:
         The polar factor with correct first and second derivatives, the singular values, and the right singular vectors.
@@ -79,6 +78,9 @@ def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     # corrects the value. For other matrices, it would increase the error, so only derivatives are corrected.
     well_conditioned = (values[..., -1:].abs() > 1e-8 * values[..., :1]).unsqueeze(-1)
     start = q = left @ right
+    # Let z = q h with a symmetric h. A change e of z changes q by q Ω + (1 - q qᵀ) e h⁻¹, where the skew matrix Ω
+    # solves Ω h + h Ω = qᵀ e - eᵀ q. Each step applies this change with the residual of z = q h as e. Up to
+    # rounding, the residual is 0, so the steps change only the derivatives.
     for _ in range(2):
         residual = z - q @ sym(q.mT @ z)
         change = (residual - torch.where(well_conditioned, 0.0, residual.detach())) @ basis
@@ -90,21 +92,29 @@ def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def orthogonal_part(x: Tensor, u: Tensor) -> Tensor:
-    """Compute the part of `u` that is orthogonal to the orthonormal columns of `x`, in two passes for accuracy."""
+    """Compute the component of `u` that is orthogonal to the columns of `x`, which must be orthonormal.
+
+    The projection is applied twice, because one projection leaves a rounding error.
+    """
     once = u - x @ (x.mT @ u)
     return once - x @ (x.mT @ once)
 
 
 def sym(u: Tensor) -> Tensor:
-    """Compute the symmetric part."""
+    """Compute the symmetric part of each matrix."""
     return (u + u.mT) / 2
 
 
 def skew(u: Tensor) -> Tensor:
-    """Compute the skew part."""
+    """Compute the skew-symmetric part of each matrix."""
     return (u - u.mT) / 2
 
 
 def eye(like: Tensor, size: int | None = None) -> Tensor:
-    """Return an identity matrix with the dtype and device of `like`, and by default as many columns as `like`."""
+    """Return an identity matrix with the dtype and device of `like`.
+
+    Args:
+        like: any matrix.
+        size: the number of rows of the result. The default is the number of columns of `like`.
+    """
     return torch.eye(like.shape[-1] if size is None else size, dtype=like.dtype, device=like.device)

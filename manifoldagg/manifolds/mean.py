@@ -20,15 +20,18 @@ __all__ = ["KarcherMean", "RunningMean", "karcher_mean", "mean_in_span"]
 
 @dataclass(frozen=True)
 class KarcherMean:
-    r"""A Karcher mean of points $x_i$ with weights $w_i$, and a certificate of its accuracy.
+    r"""The weighted Karcher mean of several points, with a certificate of its accuracy.
+
+    In the following, $m$ is the mean of the points $x_i$ with the weights $w_i$.
 
     Attributes:
         point: the mean $m$ (*batch, *shape).
-        residual: $\|\sum_i w_i \log_m x_i\|$ (*batch,) in float64. It is 0 at a stationary point of the objective, and
-            NaN if a point has no log at $m$ (an antipode).
-        steps: the number of steps.
+        residual: the norm $\|\sum_i w_i \log_m x_i\|$ (*batch,) in float64. It is 0 if $m$ is a stationary point of the
+            weighted sum of squared distances. It is NaN if $\log_m x_i$ is undefined for a point, for example for an
+            antipode of $m$.
+        steps: the number of steps of the iteration.
         converged: whether every residual is within the tolerance, so that $m$ is a stationary point. If the points are
-            as close together as `karcher_mean` requires, $m$ is then the minimiser.
+            as close together as `karcher_mean` requires, $m$ is also the minimiser.
     """
 
     point: Point
@@ -142,9 +145,10 @@ def karcher_mean(
 def mean_in_span(
     space: Manifold, span: Span, weights: Float[Tensor, " k"], *, tolerance: float, max_steps: int
 ) -> KarcherMean:
-    """Compute the Karcher mean of points as a linear combination of these points.
+    """Compute the Karcher mean of k points as a linear combination of these points.
 
-    Each step of the iteration changes k coefficients instead of P coordinates. The weights must sum to 1.
+    Each step of the iteration changes only k coefficients, and not all P coordinates of a point. The weights must sum
+    to 1.
     """
     w = weights.detach().cpu()
     corners = span.point_coefficients
@@ -156,10 +160,10 @@ def mean_in_span(
 
 
 def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: float) -> KarcherMean:
-    """Compute weighted means on a space with flat and low-rank leaves.
+    """Compute weighted means of points on a space with low-rank leaves, which represent LoRA adapters.
 
-    A mean is the point nearest to the weighted sum, so it needs no iteration. The residual is the tangent component of
-    the difference between the sum and the mean.
+    The mean is the nearest point of the space to the weighted sum of the points, so it needs no iteration. The residual
+    is the tangent component of the difference between the weighted sum and the mean.
     """
     if needs_autograd_path([points, weights]):
         raise ArgumentError("points: expected tensors without gradients for a mean of low-rank leaves, got a gradient")
@@ -185,12 +189,12 @@ def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: f
 
 @dataclass(frozen=True)
 class RunningMean:
-    r"""A streaming mean that does not store the points.
+    r"""A weighted mean of a stream of points, which does not store the points.
 
-    A new point $x$ with the weight $w$ updates the mean $m$ by $m \leftarrow \exp_m(\tfrac{w}{W + w} \log_m x)$, where
-    $W$ is the total weight so far. On a flat space, the result is the weighted arithmetic mean. On a curved space, the
-    result depends on the order of the points. It differs from the Karcher mean by a term of third order in the
-    distances of the points.
+    Each new point $x$ with the weight $w$ updates the mean $m$ by $m \leftarrow \exp_m(\tfrac{w}{W + w} \log_m x)$,
+    where $W$ is the total weight of all earlier points. On a flat space, the result is the weighted arithmetic mean. On
+    a curved space, the result depends on the order of the points. It differs from the Karcher mean by a term of third
+    order in the distances of the points.
 
     Attributes:
         space: a space with exp and log.

@@ -1,4 +1,7 @@
-"""Conversion between models, which are state dicts or lists of arrays, and tensors that share their memory."""
+"""Conversion of models to tensors that share the memory of the models, and back.
+
+A model is a state dict, or a list of tensors or NumPy arrays.
+"""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,7 +71,13 @@ def as_tensors(name: str, model: Any, *, writable: bool = False) -> dict[str, Te
 
 
 def _tensor_over(name: str, array: Any, writable: bool) -> Tensor:
-    """Return a tensor that shares the memory of an array. If torch does not support the array, return a copy."""
+    """Return a tensor that shares the memory of a NumPy array.
+
+    If torch cannot represent the array, for example because of a negative stride, the result is a copy.
+
+    Raises:
+        ArgumentError: if the array is not numeric, or `writable` is true and the tensor could not write to the array.
+    """
     # torch supports neither a foreign byte order nor negative strides.
     needs_copy = not (isinstance(array, np.ndarray) and array.dtype.isnative and min(array.strides, default=0) >= 0)
     if writable and (needs_copy or not array.flags.writeable):
@@ -83,9 +92,9 @@ def _tensor_over(name: str, array: Any, writable: bool) -> Tensor:
 
 
 def open_for_write(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Check that the tensors of a model are writable, and return them.
+    """Return the tensors of the model `out`, after checking that each of them can be written.
 
-    The function does not check whether the tensors share memory. `check_no_overlap` does this.
+    The function does not detect tensors that share memory. `check_no_overlap` detects them.
 
     Raises:
         ArgumentError: if the tensors do not match the layout or the devices of `current`, or are not writable.
@@ -107,7 +116,11 @@ def open_for_write(layout: Layout, out: Model, current: Mapping[str, Tensor]) ->
 
 
 def _check_writable(target: Mapping[str, Tensor]) -> None:
-    """Raise an `ArgumentError` that names the first tensor to which torch or the kernels cannot write."""
+    """Check that torch and the kernels can write to each of several tensors.
+
+    Raises:
+        ArgumentError: if a tensor is not writable. The message contains the name of the first such tensor.
+    """
     for name, tensor in target.items():
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise ArgumentError(f"out: {name}: expected a normal tensor, got one that was created in inference mode")
@@ -118,7 +131,9 @@ def _check_writable(target: Mapping[str, Tensor]) -> None:
 
 
 def check_no_overlap(layout: Layout, target: Mapping[str, Tensor], models: ModelsByPrefix) -> None:
-    """Check that the tensors of `target` do not share memory with each other or with other entries of `models`.
+    """Check that writing to one tensor of `target` cannot overwrite another entry of `target` or of `models`.
+
+    A tensor of `target` may share its memory only with the tensors of the same name in `models`.
 
     Raises:
         ArgumentError: if they share memory.
@@ -133,7 +148,11 @@ def check_no_overlap(layout: Layout, target: Mapping[str, Tensor], models: Model
 
 
 def writable_leaves(layout: Layout, target: Mapping[str, Tensor]) -> TensorList:
-    """Return the leaves of a model, or temporary tensors if the kernels cannot write to the leaves."""
+    """Return the parameters of a model as tensors to which the kernels can write.
+
+    If the kernels cannot write to the parameters themselves, the result consists of uninitialised tensors of the same
+    shapes.
+    """
     row = TensorList([target[leaf.name] for leaf in layout.leaves])
     if row.is_contiguous and len(row.devices) == 1 and all(dtype.itemsize > 1 for dtype in row.dtypes):
         return row
@@ -188,9 +207,9 @@ def _entries(name: str, model: Any) -> Iterable[tuple[Any, Any]]:
 
 
 class _ReadOnlyArray:
-    """A wrapper that exports a read-only array as writable memory, for code that does not write to the array.
+    """A wrapper that exports a read-only NumPy array as writable memory, for code that never writes to the array.
 
-    Arrays created from the wrapper keep the original array alive.
+    Arrays that are created from the wrapper keep the original array alive.
     """
 
     def __init__(self, array: np.ndarray) -> None:

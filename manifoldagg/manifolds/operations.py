@@ -1,4 +1,7 @@
-"""Operations that follow from the primitives of a space, such as norms, distances and ladders, with argument checks."""
+"""Norms, distances, geodesics and approximations of parallel transport, with argument checks.
+
+They are computed from the primitives of a manifold, such as `exp` and `log`.
+"""
 
 from torch import Tensor
 
@@ -10,7 +13,9 @@ __all__ = ["distance", "geodesic", "norm", "pole_ladder", "schild_ladder"]
 
 
 def norm(space: Manifold, x: Point, u: Tangent) -> Scalar:
-    r"""Compute the norm $\|u\|_x = \sqrt{\langle u, u\rangle_x}$, (*batch,). Its gradient at $u = 0$ is 0.
+    r"""Compute the norm $\|u\|_x = \sqrt{\langle u, u\rangle_x}$ of tangents $u$ at points $x$, (*batch,).
+
+    The gradient of the norm at $u = 0$ is 0.
 
     Args:
         space: the manifold.
@@ -28,9 +33,9 @@ def norm(space: Manifold, x: Point, u: Tangent) -> Scalar:
 
 
 def distance(space: Manifold, x: Point, y: Point) -> Scalar:
-    r"""Compute the distance $d(x, y) = \|\log_x y\|_x$ of points within the injectivity radius, (*batch,).
+    r"""Compute the geodesic distance $d(x, y) = \|\log_x y\|_x$ of two points, (*batch,).
 
-    The gradient at $y = x$ is 0.
+    The points must be within the injectivity radius of each other. The gradient of the distance at $y = x$ is 0.
 
     Args:
         space: the manifold.
@@ -48,7 +53,9 @@ def distance(space: Manifold, x: Point, y: Point) -> Scalar:
 
 
 def geodesic(space: Manifold, x: Point, y: Point, t: float | Tensor) -> Point:
-    r"""Compute the point $\gamma(t) = \exp_x(t \log_x y)$ of the geodesic from `x` at time 0 to `y` at time 1.
+    r"""Compute the point $\gamma(t) = \exp_x(t \log_x y)$ of the geodesic from `x` to `y`.
+
+    The geodesic is at `x` at time $t = 0$ and at `y` at time $t = 1$.
 
     Args:
         space: a space with exp and log.
@@ -67,14 +74,15 @@ def geodesic(space: Manifold, x: Point, y: Point, t: float | Tensor) -> Point:
 
 
 def pole_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int = 1) -> Tangent:
-    r"""Transport `u` from `x` to `y` by reflections at midpoints. The result is exact on symmetric spaces.
+    r"""Transport a tangent `u` from `x` to `y` by the pole ladder, which approximates parallel transport.
 
-    One rung maps $u$ at $x$ to $-\log_y(\exp_m(-\log_m(\exp_x u)))$, where $m$ is the midpoint. With several rungs, the
-    geodesic is divided into segments of equal length.
+    One rung maps a tangent $u$ at $x$ to the tangent $-\log_y(\exp_m(-\log_m(\exp_x u)))$ at $y$, where $m$ is the
+    midpoint between $x$ and $y$. With several rungs, the geodesic from `x` to `y` is divided into segments of equal
+    length, and each rung transports the tangent along one segment.
 
-    On other spaces, the error of a rung is of third order in the lengths of $u$ and of the segment together. To reduce
-    the error, scale $u$ as well: the error of `k * pole_ladder(space, x, y, u / k, rungs=k)` is proportional to
-    $1/k^2$.
+    On symmetric spaces, the result is exact. On other spaces, the error of a rung is of third order in the lengths of
+    $u$ and of the segment together. To reduce the error, scale $u$ as well: the error of
+    `k * pole_ladder(space, x, y, u / k, rungs=k)` is proportional to $1/k^2$.
 
     Args:
         space: the manifold.
@@ -99,9 +107,10 @@ def pole_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int =
 
 
 def schild_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int = 1) -> Tangent:
-    r"""Transport `u` from `x` to `y` by geodesic parallelograms.
+    r"""Transport a tangent `u` from `x` to `y` by Schild's ladder, which approximates parallel transport.
 
-    One rung maps $u$ at $x$ to $\log_y(\exp_x(2 \log_x m))$, where $m$ is the midpoint of $\exp_x u$ and $y$.
+    One rung constructs a geodesic parallelogram. It maps a tangent $u$ at $x$ to the tangent
+    $\log_y(\exp_x(2 \log_x m))$ at $y$, where $m$ is the midpoint between $\exp_x u$ and $y$.
 
     Args:
         space: the manifold.

@@ -23,9 +23,10 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 class _RiemannianOptimizer(torch.optim.Optimizer):
-    """Base class for Riemannian optimisers, whose subclasses implement the direction of a step.
+    """Base class for Riemannian optimisers, whose subclasses compute the direction of a step from the gradient.
 
-    A step moves a point in this direction by `exp` or `retract`, and then transports the momentum to the new point.
+    A step moves a parameter against this direction by `exp` or `retract`. It then transports the momentum to the new
+    point.
     """
 
     def __init__(self, params: Iterable[Any], space: Manifold, retract: bool, defaults: dict[str, Any]) -> None:
@@ -56,7 +57,7 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
         return value
 
     def _update_parameter(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Move a point against the direction of the step, project the result, and transport the momentum to it."""
+        """Execute one step of a parameter, and transport its momentum to the new point."""
         direction = self._direction(x, gradient, group)
         rate = group["lr"]
         momentum = self.state[x].get("momentum")
@@ -75,17 +76,22 @@ class _RiemannianOptimizer(torch.optim.Optimizer):
         x.copy_(y)
 
     def _direction(self, x: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        """Update the state of the optimiser with a gradient, and return the direction against which the point moves."""
+        """Return the direction of a step, and update the state of the optimiser.
+
+        The parameter moves against this direction.
+        """
         raise NotImplementedError
 
 
 class RiemannianSGD(_RiemannianOptimizer):
-    r"""Riemannian stochastic gradient descent with momentum.
+    r"""Stochastic gradient descent with momentum on a Riemannian manifold.
 
     $$m \leftarrow \beta\, \tau(m) + \operatorname{grad} \ell(x), \qquad x \leftarrow \exp_x(-\eta m).$$
 
-    $\tau$ is `transport_momentum` along the previous step. New points are projected, so that rounding errors do not
-    accumulate. On a flat space, the result is bitwise equal to `torch.optim.SGD`.
+    Here, $x$ is the parameter, $\ell$ is the loss, $m$ is the momentum with the decay factor $\beta$, and $\eta$ is the
+    learning rate. The function `transport_momentum`, denoted by $\tau$, transports the momentum from the previous point
+    to $x$. Each new point is projected, so that rounding errors do not accumulate. On a flat space, the result is
+    bitwise equal to `torch.optim.SGD`.
 
     Args:
         params: parameters or parameter groups. The trailing axes have the shape of the space, and the leading axes are
@@ -144,13 +150,14 @@ class RiemannianSGD(_RiemannianOptimizer):
 
 
 class RiemannianAdam(_RiemannianOptimizer):
-    r"""Riemannian Adam with one second moment for each point, $v \leftarrow \beta_2 v + (1 - \beta_2) \|g\|_x^2$.
+    r"""Adam on a Riemannian manifold, with one second moment $v$ for each point.
 
-    $$m \leftarrow \beta_1 \tau(m) + (1 - \beta_1)\, g, \qquad
-      x \leftarrow \exp_x\!\left(-\eta\, \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}\right),$$
+    $$v \leftarrow \beta_2 v + (1 - \beta_2) \|g\|_x^2, \qquad m \leftarrow \beta_1 \tau(m) + (1 - \beta_1)\, g, \qquad
+      x \leftarrow \exp_x\!\left(-\eta\, \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}\right).$$
 
-    where $g = \operatorname{grad} \ell(x)$ and $\tau$ is `transport_momentum`. The number of second moments depends on
-    the space:
+    Here, $x$ is the parameter and $g = \operatorname{grad} \ell(x)$ is the Riemannian gradient of the loss $\ell$. The
+    function `transport_momentum`, denoted by $\tau$, transports the momentum $m$ from the previous point to $x$. The
+    number of second moments depends on the space:
 
     - A product has one $v$ for each factor, and a power has one $v$ for each copy.
     - A flat space or factor has one $v$ for each coordinate. The result then equals `torch.optim.Adam` up to rounding.
@@ -227,14 +234,15 @@ class RiemannianAdam(_RiemannianOptimizer):
 
 
 def transport_momentum(space: Manifold, x: Point, y: Point, u: Tangent) -> Tangent:
-    """Transport a tangent `u` from `x` to `y` by the most accurate method that the space supports.
+    """Transport a tangent `u` from `x` to `y` by the most accurate method that the manifold supports.
 
-    The methods, from the most to the least accurate, are:
+    The methods, in descending order of accuracy, are:
 
     1. Parallel transport.
-    2. A pole ladder with one rung, if the space has exp and log. Its error is of third order. Long tangents are scaled,
-       so that the result is linear in `u`.
-    3. The projection onto the tangents at `y`, which is not an isometry. It is also used if a log is undefined.
+    2. A pole ladder with one rung, if the space has exp and log. Its error is of third order. Long tangents are
+       shortened first and scaled back afterwards, because the ladder is accurate only for short tangents.
+    3. The projection of `u` onto the tangent space at `y`, which is not an isometry. It also replaces a pole ladder
+       whose result is undefined.
 
     Args:
         space: a space with transport, or with exp, log, inner and project_tangent, or with project_tangent.
@@ -263,9 +271,10 @@ def transport_momentum(space: Manifold, x: Point, y: Point, u: Tangent) -> Tange
 
 
 def lower(space: Manifold, x: Point, gradient: Tangent) -> Tensor:
-    r"""Convert a Riemannian gradient to a derivative in coordinates. This is the inverse of `space.gradient`.
+    r"""Convert a Riemannian gradient to the derivative with respect to coordinates.
 
-    For the gradient $g$, the derivative $e$ satisfies $e \cdot v = \langle g, v\rangle_x$ for every $v$.
+    This function is the inverse of `Manifold.gradient`. If $g$ is the gradient at the point $x$, the derivative $e$
+    satisfies $e \cdot v = \langle g, v\rangle_x$ for every vector $v$.
 
     Args:
         space: a space with inner.
@@ -292,10 +301,10 @@ RIEMANNIAN_EQUIVALENTS: dict[Any, type[_RiemannianOptimizer]] = {
 
 
 def optimizer_on(space: Manifold, optimizer: Optimizer) -> Optimizer:
-    """Return the Riemannian equivalent of an optimiser on `space`.
+    """Return the equivalent of a torch optimiser for parameters on the manifold `space`.
 
-    On a flat space, the result is `optimizer` itself. On a curved space, `torch.optim.SGD` and `torch.optim.Adam` are
-    replaced by `RiemannianSGD` and `RiemannianAdam`. Options that `functools.partial` binds are preserved.
+    On a curved space, `torch.optim.SGD` is replaced by `RiemannianSGD`, and `torch.optim.Adam` by `RiemannianAdam`.
+    Options that `functools.partial` binds are preserved. On a flat space, a torch optimiser is returned unchanged.
 
     Args:
         space: the space of the parameters.

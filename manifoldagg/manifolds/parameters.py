@@ -1,4 +1,4 @@
-"""Parameter spaces, which represent the trainable parameters of a model as one point of a manifold."""
+"""Parameter spaces, which represent all trainable parameters of a model as one point of a manifold."""
 
 import glob
 from collections.abc import Callable, Mapping, Sequence
@@ -43,15 +43,14 @@ FLAT_TAIL = "..after"
 
 @dataclass(frozen=True)
 class ParameterSpace(Delegate):
-    r"""The space of the trainable parameters of a model. A point is one contiguous tensor (P,).
+    r"""The space of the trainable parameters of a model. A point is one contiguous vector (P,) of all P parameters.
 
-    By default, the space is $\mathbb{R}^P$. If some parameters have manifolds of their own, the space is a product: one
-    factor for each of these manifolds, and flat segments for the other parameters.
+    By default, the space is $\mathbb{R}^P$. If some parameters have manifolds of their own, the space is a product. It
+    has one factor for each of these manifolds, and Euclidean factors for the other parameters.
 
-    - Parameters that do not require a gradient, buffers and counters are not part of a point. They are called
-      *buffers*.
-    - Tied parameters are one leaf.
-    - The point of bf16 and fp16 parameters is in float32. A model with a float64 parameter has a float64 point.
+    - Frozen parameters, buffers and counters are not part of a point. All of them are called *buffers*.
+    - A tied parameter is contained in a point only once.
+    - The point of bf16 and fp16 parameters is in float32. The point of a model with a float64 parameter is in float64.
     - Converting a model to a point and back returns the same bits.
 
     Args:
@@ -215,9 +214,9 @@ class ParameterSpace(Delegate):
 
     @staticmethod
     def of_spec(spec: Mapping[str, Any]) -> "ParameterSpace":
-        """Return the space that a spec describes, without the module.
+        """Construct a space from its description (spec), without the module.
 
-        The result equals the space whose method `spec` wrote the description.
+        The result is equal to the space whose method `spec` returned the description.
 
         Args:
             spec: a result of [`spec`][manifoldagg.manifolds.ParameterSpace.spec], possibly from another machine.
@@ -234,7 +233,10 @@ class ParameterSpace(Delegate):
         return ParameterSpace(*read_spec(spec))
 
     def spec(self) -> dict[str, Any]:
-        """Return a JSON-compatible description of the names, shapes, order, dtypes, ties and spaces of all tensors.
+        """Return a JSON-compatible description of the space, from which `of_spec` can construct the same space.
+
+        The description contains the names, shapes, order, dtypes and ties of all tensors, and the manifolds of the
+        parameters.
 
         Raises:
             ArgumentError: if the space of a leaf is not a class of this package, for example a space of geoopt.
@@ -279,9 +281,10 @@ class ParameterSpace(Delegate):
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
-        """The entries of a state dict by name.
+        """The name, shape and dtype of each entry of a state dict, by name.
 
-        State dicts of clients may contain factors of adapters with other ranks.
+        The factors of LoRA adapters have the ranks of this space. In the state dict of a client, they can have other
+        ranks.
         """
         return self.layout.entries if self.adapters is None else self.adapters.entries(self.layout.entries)
 
@@ -315,9 +318,9 @@ class ParameterSpace(Delegate):
         return any(leaf.dtype.itemsize < self.dtype.itemsize for leaf in self.layout.leaves)
 
     def check_receivable(self, point: Float[Tensor, " P"]) -> None:
-        """Check that clients can receive a point, which is rounded to the dtypes of the leaves.
+        """Check that a point is still valid after rounding to the dtypes in which clients receive it.
 
-        The rounded point must be finite and on its manifolds.
+        The rounded parameters must be finite and on their manifolds.
 
         Raises:
             StateDictError: if the dtype of a leaf overflows. The message contains its name.
@@ -364,7 +367,7 @@ class ParameterSpace(Delegate):
         return self._read_points(models)
 
     def buffers(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of the tensors that are not part of the point: frozen parameters, buffers and counters.
+        """Return copies of the tensors that are not part of a point: frozen parameters, buffers and counters.
 
         Raises:
             StateDictError: as in [`point`][manifoldagg.manifolds.ParameterSpace.point].
@@ -387,9 +390,10 @@ class ParameterSpace(Delegate):
     def stack_factors(
         self, state: Mapping[str, Tensor], prefix: str = "", scaling: Scaling | None = None
     ) -> Mapping[str, Tensor]:
-        """Replace the factors of adapters in a state dict by the leaves of the layout, and omit personal entries.
+        """Replace the two factors of each LoRA adapter in a state dict by one tensor, and remove personal entries.
 
-        If the space has neither adapters nor personal entries, the state dict is returned unchanged.
+        Personal entries are tensors that remain on each client. If the space has neither adapters nor personal entries,
+        the state dict is returned unchanged.
 
         Args:
             state: a state dict with factors.
@@ -424,16 +428,17 @@ class ParameterSpace(Delegate):
         return Layout.of_state_dict(state, [glob.escape(entry.name) for entry in self.layout.buffers])
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Replace the stacked factors of each adapter by the norm of the matrix that they represent.
+        """Replace the stacked factors of each LoRA adapter by the approximate Frobenius norm of their product.
 
-        Different factors can represent the same matrix. The norm does not depend on this choice.
+        Different factors can have the same product. The norm depends only on the product.
         """
         return stacked if self.adapters is None else self.adapters.gauge_free_norms(stacked)
 
     def state_dict(self, point: Float[Tensor, " P"], buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the state dict at `point` as new tensors in the dtypes of the leaves.
+        r"""Return the state dict of the model at `point`.
 
-        Tied names share one tensor. The factors of adapters are balanced.
+        Its tensors are copies in the dtypes of the model. All names of a tied parameter share one tensor. The factors
+        of LoRA adapters are balanced, which means that $B^\top B = A A^\top$.
 
         Args:
             point: a finite point (P,).
@@ -450,9 +455,10 @@ class ParameterSpace(Delegate):
         return self._state_dict(point, buffers or {})
 
     def views(self, point: Float[Tensor, " P"]) -> dict[str, Tensor]:
-        """Return the parameters at a finite point by name.
+        """Return the parameters of the model at a finite point, by name.
 
-        A leaf in the dtype of the point is a view of it, unless it is an adapter.
+        A parameter that has the dtype of the point is a view of the point. Other parameters and the factors of LoRA
+        adapters are copies.
 
         Raises:
             StateDictError: if the dtype of a leaf overflows.
@@ -460,9 +466,9 @@ class ParameterSpace(Delegate):
         return self._split_factors(self._views(point))
 
     def load(self, model: nn.Module, point: Float[Tensor, " P"]) -> nn.Module:
-        """Copy `point` into the parameters of `model`, and return the model. The buffers do not change.
+        """Copy `point` into the parameters of `model`, and return the model.
 
-        If an error is raised, the model is unchanged.
+        The buffers of the model do not change. If the method raises an error, the whole model is unchanged.
 
         Raises:
             StateDictError: if `model` does not match the layout, or the dtype of a leaf overflows.
@@ -482,11 +488,11 @@ class ParameterSpace(Delegate):
         return model
 
     def loss(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> ModelLoss:
-        r"""Return the loss function $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$ of points.
+        r"""Return the loss $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$ as a function of points.
 
-        A call is one forward pass by `torch.func.functional_call`, whose parameters are views of `theta`. It uses the
-        code and the mode (train or eval) of `model`, and never modifies `model`. The loss has its own copies of the
-        buffers.
+        Here, $\theta$ is a point, $(x, y)$ is a batch, and $f_\theta$ is `model` with the parameters $\theta$. A call
+        of the loss is one forward pass by `torch.func.functional_call`, in the current mode (train or eval) of `model`.
+        It never modifies `model`, because the loss has its own copies of the buffers.
 
         Args:
             model: a module with this layout.
@@ -520,7 +526,10 @@ class ParameterSpace(Delegate):
     def _read_points(
         self, models: Mapping[str, Mapping[str, Tensor]], device: torch.device | None = None, validate: bool = True
     ) -> list[Tensor]:
-        """Return the points of models whose adapters are already stacked, after optional checks of their manifolds."""
+        """Return the points of several state dicts, in which each LoRA adapter is already one tensor.
+
+        If `validate` is true, the method checks that the parameters are on their manifolds.
+        """
         points = self.layout.read_points(models, device)
         for label, tensors in models.items():
             for name, space in self.manifolds if validate else ():
@@ -574,5 +583,8 @@ def check_unscaled(scaling: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _flat_space(layout: Layout, buffer_policies: tuple[tuple[str, str], ...]) -> ParameterSpace:
-    """Return the space of a layout without manifolds. A server requests the same space in every round."""
+    """Return the space of a layout in which no parameter has a manifold of its own.
+
+    The result is cached, because a server requests the same space in every round.
+    """
     return ParameterSpace(layout, buffer_policies=buffer_policies)

@@ -1,4 +1,7 @@
-"""Personal entries: the tensors of a model that remain on each client and are not part of a parameter space."""
+"""Personal entries: tensors of a model that remain on each client.
+
+They are not part of a parameter space, so a server does not aggregate them.
+"""
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +30,9 @@ def check_patterns(patterns: Any) -> tuple[str, ...]:
 
 
 def personal_names(layout: Layout, patterns: Any) -> tuple[str, ...]:
-    """Return the names of the entries that match a pattern, in the order of the layout, including tied names.
+    """Return the names of all entries of a model that match one of the given names or glob patterns.
+
+    The names are in the order of the layout and include every name of a tied parameter.
 
     Args:
         layout: the layout of the complete model.

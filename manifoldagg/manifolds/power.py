@@ -1,4 +1,7 @@
-"""Powers of a space, whose points consist of several points, such as the rows of an embedding table."""
+"""Powers of a manifold, whose points consist of several points of this manifold.
+
+For example, the rows of an embedding table can be points of a hyperbolic space.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -15,15 +18,16 @@ __all__ = ["Power", "factor_parts"]
 
 @dataclass(frozen=True)
 class Power(Delegate):
-    r"""The power $M^k$: $k = k_1 \cdots k_m$ copies of one space, with the product metric.
+    r"""The power $M^k$, which consists of $k$ copies of one manifold $M$, with the product metric.
 
-    A point has the shape (*batch, *copies, *space.shape), so the copies are batch axes for the primitives of the space.
-    Inner products are summed over the copies, and the injectivity radius is the smallest radius of a copy:
+    The copies are arranged along axes of the lengths $k_1, \dots, k_m$, so that $k = k_1 \cdots k_m$. A point has the
+    shape (*batch, *copies, *space.shape), and the primitives of $M$ treat the copies as batch axes. Inner products are
+    summed over the copies, and the injectivity radius is the smallest radius of a copy:
 
     $$\langle u, v\rangle_x = \sum_i \langle u_i, v_i\rangle_{x_i}, \qquad
       \operatorname{inj}(x) = \min_i \operatorname{inj}(x_i).$$
 
-    A log is defined if each copy is within its own injectivity radius.
+    The logarithm is defined if each copy is within its own injectivity radius.
 
     Args:
         space: the space of one copy.
@@ -82,9 +86,12 @@ class Power(Delegate):
 
 
 def factor_parts(space: Manifold, *tensors: Tensor) -> list[tuple[Leaf, list[Tensor]]]:
-    """Return each leaf of a space, and the part of each tensor (*batch, *shape) that belongs to the leaf.
+    """Split points or tangents (*batch, *shape) into the parts that belong to the leaves of a manifold.
 
-    The copies of a power become batch axes.
+    If the manifold of a leaf is a power, it is replaced by the manifold of one copy, and the copies become batch axes.
+
+    Returns:
+        A list of pairs: a leaf, and its part of each tensor.
 
     Example:
         >>> import torch

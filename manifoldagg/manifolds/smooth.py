@@ -1,7 +1,7 @@
-r"""Functions of squared lengths that are smooth at 0, such as $\cos\sqrt{s}$ for the square $s$ of a length.
+r"""Functions of a squared length $s$ that are smooth at $s = 0$, such as $\cos\sqrt{s}$.
 
-The length itself has no derivative at 0, so autograd would return NaN there. Near 0, the functions therefore use a
-power series in $s$.
+The length $\sqrt{s}$ itself has no derivative at 0, so autograd would return NaN there. For small $s$, the functions
+are therefore computed by a power series in $s$.
 """
 
 import math
@@ -34,7 +34,7 @@ def sinc_of_square(s: Tensor) -> Tensor:
 
 
 def angle_per_sine(s: Tensor, cosine: Tensor) -> Tensor:
-    r"""Compute $t / \sin t$ for the angle $t \in [0, \pi)$ with $\sin^2 t = s$ and the given cosine."""
+    r"""Compute $t / \sin t$ for an angle $t \in [0, \pi)$, given $s = \sin^2 t$ and the cosine of $t$."""
     # arcsin(r)/r = Σ (2k)! / (4^k (k!)² (2k+1)) r^(2k). A small sine belongs to a small angle only if the cosine is
     # positive.
     series = [math.comb(2 * k, k) / (4**k * (2 * k + 1)) for k in range(6)]
@@ -42,12 +42,16 @@ def angle_per_sine(s: Tensor, cosine: Tensor) -> Tensor:
 
 
 def series_or(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Compute a function of $\sqrt{s}$ by a truncated series in $s$ near 0, and by `function` elsewhere."""
+    r"""Compute a function of $\sqrt{s}$ that is smooth at $s = 0$.
+
+    Near $s = 0$, the result is a truncated power series in $s$ with the coefficients `series`. Elsewhere, it is the
+    value of `function` at $\sqrt{s}$.
+    """
     return _series_or(s, series, function, s >= 0)
 
 
 def _series_or(s: Tensor, series: Sequence[float], function: Callable[[Tensor], Tensor], may_be_near: Tensor) -> Tensor:
-    """Compute a function of the root of s by a truncated series near 0, where `may_be_near` permits it."""
+    """Compute `series_or`, but use the series only where `may_be_near` is true."""
     if not needs_autograd_path([s]):
         # Only derivatives need the series. The quotients of `function` are accurate except at 0.
         root = s.sqrt()

@@ -1,6 +1,7 @@
-"""Karcher means on spheres and flat leaves, computed as linear combinations of the points.
+"""Karcher means on products of spheres and flat spaces, computed as linear combinations of the points.
 
-A step of the iteration changes k coefficients instead of P coordinates, so the points are read only twice.
+A step of the iteration changes one coefficient for each point, instead of all coordinates of the mean. The points
+themselves are read only twice: once for their inner products, and once for the mean.
 """
 
 import math
@@ -27,9 +28,10 @@ MAX_NORM_RATIO = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """The span of k points of a space with flat or spherical leaves.
+    """The linear span of k points of a product of spheres and flat spaces.
 
-    The basis consists of one point $p_h$ and the differences $p_j - p_h$, which represent small distances accurately.
+    Its basis consists of one of the points, $p_h$, and of the differences $p_j - p_h$ between the other points and
+    $p_h$. These differences represent small distances accurately.
 
     Args:
         rows: the points (P,).
@@ -48,16 +50,16 @@ class Span:
 
     @staticmethod
     def of(space: Manifold, rows: Sequence[Float[Tensor, " P"]], start: int) -> "Span | None":
-        r"""Return the span of flattened points of a space, or `None` if a span is not applicable or not faster.
+        r"""Return the span of several points, or `None` if computing in it would be impossible, inaccurate or slow.
 
-        A span is not applicable in these cases:
+        The result is `None` in the following cases:
 
-        - A leaf is neither flat nor a sphere.
+        - A leaf of the manifold is neither flat nor a sphere.
         - A sphere has fewer coordinates than the number of points.
-        - A norm is not finite, or far from 1.
-        - Two points of a sphere have an angle of more than $\pi/2$. The coefficients $c$ of a mean of almost antipodal
-          points are unbounded, and the rounding error of their squares is $c^2 \epsilon$, where $\epsilon$ is the
-          machine epsilon.
+        - The norm of a point is not finite, or is far from 1 on a sphere.
+        - Two points of a sphere have an angle of more than $\pi/2$. The mean of almost antipodal points has unbounded
+          coefficients $c$, and the rounding error of their squares is $c^2 \epsilon$ with the machine epsilon
+          $\epsilon$.
         """
         lengths: list[int] = []
         tolerances: list[float] = []
@@ -146,7 +148,12 @@ class Span:
         return corners.unsqueeze(1).expand(k, len(self.sphere_grams), k)
 
     def point(self, weights: Float64[Tensor, " k"], spherical: Float64[Tensor, "R k"]) -> Float[Tensor, " P"]:
-        """Return the point with given `weights` of the points on flat leaves, and given coefficients on spheres."""
+        """Return the linear combination of the points with the given coefficients.
+
+        Args:
+            weights: the coefficients of the points on flat leaves. Their sum must be 1.
+            spherical: the coefficients of the basis vectors on each sphere.
+        """
         if self.is_flat:
             # The points themselves are combined, because differences of large points could overflow.
             return combine(None, self.rows, weights)
@@ -159,11 +166,11 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class SpheresInSpan(Manifold):
-    r"""The product of R unit spheres, in coordinates with respect to k vectors of each sphere.
+    r"""The product of R unit spheres, in coordinates with respect to k given vectors on each sphere.
 
-    A point (R, k) contains the coefficients of these vectors. With the Gram matrix $B$ of the vectors, the inner
-    product is $\langle a, b \rangle = a^\top B\, b$. All formulas are the same as in
-    [`Sphere`][manifoldagg.manifolds.Sphere].
+    A point is a matrix (R, k), which contains the coefficients of the k vectors on each sphere. Let $B$ be the Gram
+    matrix of the vectors on one sphere. The inner product of two coefficient vectors $a$ and $b$ is then
+    $a^\top B\, b$. All formulas are the same as in [`Sphere`][manifoldagg.manifolds.Sphere].
 
     Args:
         products: the Gram matrices B of the vectors, (R, k, k).
@@ -180,7 +187,10 @@ class SpheresInSpan(Manifold):
         return ((u.unsqueeze(-2) @ self.products).squeeze(-2) * v).sum(-1, keepdim=True)
 
     def square(self, u: Tensor) -> Tensor:
-        """Compute the squared norm on each sphere, (*batch, R, 1). Negative rounding errors are set to 0."""
+        """Compute the squared norm of a tangent on each sphere, (*batch, R, 1).
+
+        Rounding errors can make the computed value negative. It is then replaced by 0.
+        """
         return self.dot(u, u).clamp(min=0)
 
     def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:

@@ -1,4 +1,7 @@
-"""JSON-compatible descriptions (specs) of spaces, from which another machine can construct the same space."""
+"""JSON-compatible descriptions (specs) of parameter spaces.
+
+Another machine can construct the same space from its spec, without the module.
+"""
 
 import hashlib
 import json

@@ -1,6 +1,6 @@
-"""The Stiefel manifold of matrices with orthonormal columns, with the Frobenius metric.
+"""The Stiefel manifold, which consists of the matrices with orthonormal columns, with the Frobenius metric.
 
-exp has a closed form, and log is computed by Newton's method.
+The exponential map has a closed form. The logarithm is computed by Newton's method.
 """
 
 import math
@@ -31,13 +31,16 @@ MAX_STEP_LENGTH = 0.7
 
 @dataclass(frozen=True)
 class CertifiedLog:
-    r"""A logarithm on [`Stiefel`][manifoldagg.manifolds.Stiefel] with a certificate of its accuracy.
+    r"""A logarithm $\log_x y$ on the Stiefel manifold, with a certificate of its accuracy.
+
+    It is the result of the method `log` of [`Stiefel`][manifoldagg.manifolds.Stiefel] with `certificate=True`.
 
     Attributes:
-        tangent: the result of the iteration (*batch, n, p).
-        residual: $\|\exp_x(\mathrm{tangent}) - y\|$ (*batch,) in float64, for orthonormalised $x$ and $y$.
-        converged: whether the tangent is the logarithm (*batch,). The residual is then at rounding level, and the
-            tangent is so short that no shorter solution exists.
+        tangent: the tangent at $x$ that the iteration returns (*batch, n, p).
+        residual: the error $\|\exp_x(\mathrm{tangent}) - y\|$ (*batch,) in float64. Before its computation, $x$ and $y$
+            are orthonormalised.
+        converged: whether the tangent is the logarithm (*batch,). This requires a residual at rounding level, and a
+            tangent that is so short that no shorter solution exists.
     """
 
     tangent: Tangent
@@ -185,7 +188,11 @@ class Stiefel(Embedded):
 
 
 def _project_to_tangent(x: Tensor, u: Tensor) -> Tensor:
-    """Project to tangents in two passes. The second pass removes the normal part ε‖u‖ that the first pass leaves."""
+    """Project the vector `u` onto the tangent space at `x`.
+
+    The first projection leaves a rounding error of the size ε‖u‖ in the normal direction. A second projection removes
+    it.
+    """
     for _ in range(2):
         u = u - x @ sym(x.mT @ u)
     return u
@@ -214,9 +221,9 @@ def _exponential(x: Tensor, u: Tensor) -> Tensor:
 
 
 class _Linearisation(NamedTuple):
-    """The derivative of the left-hand side of the equation of the log at given A and R.
+    """The derivative of the equation that defines the logarithm, with respect to its unknown matrices A and R.
 
-    The left-hand side is the map (A, R) ↦ e^W [I; 0] e^-A with the exponent W = [2A, -Rᵀ; R, 0].
+    The left-hand side of this equation is the map (A, R) ↦ e^W [I; 0] e^-A with the exponent W = [2A, -Rᵀ; R, 0].
     """
 
     exp_w: Tensor  # e^W
@@ -226,9 +233,10 @@ class _Linearisation(NamedTuple):
 
 
 def _logarithm(x: Tensor, y: Tensor) -> Tensor:
-    """Compute the log of y at x, (*batch, n, p), in a basis of the span of both.
+    """Compute the logarithm of y at x, (*batch, n, p), by Newton's method.
 
-    The iteration runs without derivatives. Two Newton steps at the end make the first and second derivatives correct.
+    The iteration runs in a basis of the span of x and y, and without autograd. Two further Newton steps with autograd
+    then make the first and second derivatives correct.
     """
     p = x.shape[-1]
     m = min(x.shape[-1], x.shape[-2] - x.shape[-1])
@@ -290,10 +298,11 @@ def _iterate(z: Tensor, target: Tensor, steps: int) -> Tensor:
 
 
 def _initial_logs(target: Tensor) -> Tensor:
-    """Compute starting values (starts, *batch, p + m, p) of the Newton iteration.
+    """Compute starting values (starts, *batch, p + m, p) of Newton's method for the logarithm.
 
-    Any rotation whose first columns are `target` gives a starting value: the first columns of its log. The other
-    columns of the rotation are unknown, so two guesses for them give two starting values.
+    Let the columns of `target` be the first columns of a rotation. The first columns of the logarithm of this rotation
+    are a starting value. If the rotation has further columns, they are unknown, so two guesses for them give two
+    starting values.
     """
     k, p = target.shape[-2:]
     top = target[..., :p, :]
@@ -322,7 +331,10 @@ def _initial_logs(target: Tensor) -> Tensor:
 
 
 def _newton_step(linearisation: _Linearisation, target: Tensor) -> Tensor:
-    """Compute the Newton step [δA; δR] of the equation of the log. The step is a linear function of `target`."""
+    """Compute the Newton step [δA; δR] of the equation whose solution is the logarithm.
+
+    The step is a linear function of `target`, the right-hand side of the equation.
+    """
     e = _coordinates(linearisation.exp_w.mT @ target @ linearisation.exp_a)
     numbers = torch.linalg.solve_ex(linearisation.jacobian, e.unsqueeze(-1)).result.squeeze(-1)
     return _matrix(numbers, *target.shape[-2:])
@@ -352,9 +364,10 @@ def _linearise(z: Tensor) -> _Linearisation:
 
 
 def _left_derivative(angles: Tensor, frame: Tensor, p: int) -> Tensor:
-    """Compute the first p columns of e^-X d(e^X) for X = V diag(iμ) V* in each of the d coordinate directions.
+    """Compute the first p columns of e^-X d(e^X) for a skew-symmetric matrix X, in each of d coordinate directions.
 
-    The result has the shape (*batch, d, k, p). `angles` are μ, and `frame` is V.
+    The eigendecomposition of X is V diag(iμ) V*, where `angles` contains μ, and `frame` is V. The result has the shape
+    (*batch, d, k, p) for a matrix X with k rows.
     """
     k = frame.shape[-1]
     rows, columns = torch.tril_indices(k, p, -1, device=frame.device)
@@ -381,7 +394,10 @@ def _exponent(z: Tensor) -> Tensor:
 
 
 def _coordinates(t: Tensor) -> Tensor:
-    """Return the d independent entries of [A; R] (*batch, k, p), which ignore the symmetric part of A."""
+    """Return the d independent entries of a matrix [A; R] (*batch, k, p) whose block A is skew-symmetric.
+
+    If the given block A is not skew-symmetric, its symmetric part is ignored.
+    """
     k, p = t.shape[-2:]
     rows, columns = torch.tril_indices(k, p, -1, device=t.device)
     return torch.cat([skew(t[..., :p, :]), t[..., p:, :]], -2)[..., rows, columns]

@@ -128,7 +128,10 @@ class SymmetricPositiveDefinite(Manifold):
         return _restore(_cholesky("x", x), sym(noise.to(x.device))).to(x.dtype)
 
     def _velocity(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the Cholesky factor of `x`, and log W(y), the log of y in coordinates in which x is the identity."""
+        """Return the Cholesky factor L of `x`, and the matrix log(L⁻¹ y L⁻ᵀ).
+
+        This matrix is the logarithm of `y` at `x`, in coordinates in which `x` is the identity matrix.
+        """
         factor = _cholesky("x", x)
         # This factorisation only checks that y is positive definite.
         _cholesky("y", y.detach())

@@ -1,7 +1,7 @@
-"""Linear algebra in the tangent space at one point of a space with flat and low-rank leaves.
+"""Linear algebra in the tangent space at one point of a parameter space with LoRA adapters.
 
-A sum of matrices of low rank can have a higher rank and must be truncated. A sum of tangents at one point is again a
-tangent, so it needs no truncation.
+The sum of two low-rank matrices can have a higher rank, so it must be truncated. The sum of two tangents at the same
+point is again a tangent at this point, so it needs no truncation.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,10 @@ __all__ = ["TangentSpace"]
 class TangentSpace(AmbientSpace):
     """The tangent space at one point $X$, with the interface of `AmbientSpace`.
 
-    At each low-rank leaf, inner products and linear combinations use the projection $P_X Z$ of a row $Z$ to tangents.
-    For a difference of points, this projection is `inverse_retract`. A new point is computed by `retract` instead of a
-    truncation. A stored row is the tangent as a matrix, which can later be projected to the tangents at another point.
+    At each low-rank leaf, inner products and linear combinations of rows use the projection $P_X Z$ of each row $Z$ to
+    the tangent space. For a difference of points, `inverse_retract` computes this projection. A new point is computed
+    by `retract` instead of a truncation. A stored row is the tangent as a matrix, which can later be projected to the
+    tangent space at another point.
 
     If the matrix of a leaf has a lower rank than its factors, the leaf has no tangent space. It is then treated as in
     `AmbientSpace`, and the entry `ambient` of `diagnostics` counts such leaves.
@@ -119,16 +120,21 @@ class TangentSpace(AmbientSpace):
         return tangent
 
     def _tangents(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
-        """Return the tangents (k, *batch, m + n, rank) at leaf i that belong to k rows with subtrahends."""
+        """Project k differences `rows[j] - minus[j]` to the tangent space at leaf `i` of the base point.
+
+        Returns:
+            The tangents (k, *batch, m + n, rank).
+        """
         space = copied_space(self.leaves[i].space)
         x = self._base_leaf(i)
         # Rows often share a subtrahend, whose tangent is computed once.
         cache: dict[int | None, Tensor] = {}
 
         def tangent(row: Row | None) -> Tensor:
-            """Compute the tangent that points from X to a row. `None` represents a row of zeros.
+            """Compute the tangent at the base point that points towards a given vector.
 
-            The projection to tangents is linear, so the tangent of a difference is the difference of two such tangents.
+            The vector `None` is zero. The projection to tangents is linear. The tangent of a difference is therefore
+            the difference of two such tangents.
             """
             key = None if row is None else id(row)
             if key not in cache:

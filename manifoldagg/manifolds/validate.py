@@ -1,7 +1,7 @@
-"""Checks that points are on their manifold, and that tangents are tangent.
+"""Checks that points are on their manifold, and that vectors are tangent to it.
 
-A check projects its argument and compares the projection with the argument. `Validated` runs these checks for every
-method of a space.
+A check compares its argument with the projection of the argument onto the manifold or the tangent space. The wrapper
+`Validated` runs these checks for every method of a manifold.
 """
 
 import math
@@ -26,8 +26,8 @@ OPEN_SET_ROUNDINGS = 64
 def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float | None = None) -> Point:
     r"""Check that points are on the manifold, and return them.
 
-    A point is on the manifold if the nearest point, which `project` returns, is close to it. Each leaf is checked
-    separately.
+    A point is accepted if it is close to its projection, which is the nearest point of the manifold. Each leaf, such as
+    a factor of a product, is checked separately.
 
     Args:
         space: a space with project.
@@ -75,10 +75,10 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
 
 
 def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tolerance: float | None = None) -> Tangent:
-    r"""Check that `u` is tangent at `x`, and return it.
+    r"""Check that the vector `u` is tangent to the manifold at the point `x`, and return the vector.
 
-    A vector is tangent if the nearest tangent, which `project_tangent` returns, is close to it. Each leaf is checked
-    separately.
+    A vector is accepted if it is close to its projection onto the tangent space. Each leaf, such as a factor of a
+    product, is checked separately.
 
     Args:
         space: a space with project_tangent.
@@ -119,13 +119,14 @@ def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tol
 
 @dataclass(frozen=True)
 class Validated(Delegate):
-    r"""A wrapper of a space that validates every argument.
+    r"""A wrapper of a manifold that validates the arguments of every method.
 
-    Points must be on the manifold, tangents must be tangent, and values must be finite. Methods with two points also
-    reject pairs beyond the cut locus: for each leaf, $\|\log_x y\|$ must be finite and within the injectivity radius.
+    Points must be on the manifold, tangents must be tangent to it, and all values must be finite. Methods with two
+    points $x$ and $y$ also reject points that are too far apart: on each leaf, $\|\log_x y\|$ must be finite and at
+    most the injectivity radius.
 
-    The checks cost about as much as the operations, and do not work under `vmap` or `torch.compile`. Use the wrapper
-    for inputs from outside of a program, and for debugging.
+    The checks cost about as much as the operations themselves, and do not work under `vmap` or `torch.compile`. Use the
+    wrapper for inputs from outside of a program, and for debugging.
 
     Args:
         space: the space to wrap.
@@ -167,7 +168,9 @@ class Validated(Delegate):
 
 
 def check_injectivity_radius(space: Manifold, x: Tensor, log: Tensor) -> None:
-    """Check that logs at `x` are not longer than the injectivity radius. Each leaf is checked separately.
+    """Check that the logarithms at `x` are finite and not longer than the injectivity radius.
+
+    Each leaf, such as a factor of a product, is checked separately.
 
     Raises:
         ArgumentError: if a log is not finite or too long. The message contains the leaf and the distance.
@@ -186,7 +189,7 @@ def check_injectivity_radius(space: Manifold, x: Tensor, log: Tensor) -> None:
 
 
 def _relative_tolerance(dtype: torch.dtype, tolerance: float | None) -> float:
-    """Return the given tolerance, or by default the square root of the machine epsilon of the dtype."""
+    """Return `tolerance`. The default is the square root of the machine epsilon of `dtype`."""
     return math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
 
 

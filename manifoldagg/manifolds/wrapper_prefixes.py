@@ -13,9 +13,10 @@ WRAPPER_PREFIXES = {
 
 
 def wrapper_hint(given: Collection[str], expected: Collection[str]) -> str:
-    """Return a hint for an error message about names that differ.
+    """Return a hint for an error message about names of tensors that do not match.
 
-    If only the prefixes of module wrappers make the names differ, the hint names the wrapper. Otherwise, it is "".
+    If the names would match without the prefix of a module wrapper, such as `DataParallel`, the hint contains the name
+    of the wrapper. Otherwise, the hint is an empty string.
 
     Example:
         >>> wrapper_hint({"_orig_mod.weight"}, {"weight"})
@@ -38,9 +39,9 @@ def _wrappers_in(names: Collection[str]) -> set[str]:
 
 
 def _unwrapped_name(name: str) -> str:
-    """Remove wrapper prefixes from a name.
+    """Remove the prefixes of module wrappers from the name of a tensor.
 
-    A submodule can be called `module`, so this prefix is removed only at the start.
+    The prefix `module` is removed only at the start of the name, because a submodule can also have the name `module`.
     """
     parts = [part for part in name.split(".") if part not in WRAPPER_PREFIXES or part == "module"]
     while len(parts) > 1 and parts[0] == "module":

@@ -1,9 +1,10 @@
-r"""Algebra of factored matrices: inner products, linear combinations, and best low-rank approximations.
+r"""Linear algebra with low-rank matrices in factored form: inner products, linear combinations and truncation.
 
-A *stack* is a tensor (*batch, m + n, r) that represents the matrix $X = B A$. It consists of $B$ (m, r) on top of
-$A^\top$ (n, r). Operations on several stacks first compute orthonormal bases of all columns, and then work on small
-cores in these bases, in float64. Their errors are therefore proportional to the condition number of the factors. The
-errors of the direct formula $\operatorname{tr}(B_1^\top B_2 A_2 A_1^\top)$ would be proportional to its square.
+A matrix $X = B A$ is represented by a *stack*, a tensor (*batch, m + n, r) with $B$ (m, r) on top of $A^\top$ (n, r).
+Operations on several matrices first compute orthonormal bases of all their factors. In these bases, each matrix is a
+small core, and all further computations use only the cores, in float64. The errors are therefore proportional to the
+condition number of the factors. With the direct formula $\operatorname{tr}(B_1^\top B_2 A_2 A_1^\top)$ for an inner
+product, they would be proportional to the square of the condition number.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,23 +24,24 @@ BasisMap = Callable[[Tensor], Tensor]
 TIE_ROUNDINGS = 64
 """The tolerance for equal singular values, in units of machine epsilon times the largest singular value."""
 FACTOR_ROUNDINGS = 4
-"""The multiple of the rounding errors of factors up to which a singular value counts as a rounding error.
+"""The largest singular value that counts as a rounding error, as a multiple of the rounding errors of the factors.
 
-The rounding errors are accumulated as if they were independent.
+The rounding errors are assumed to be independent.
 """
 ARITHMETIC_ROUNDINGS = 16
-"""The float64 rounding errors that the arithmetic can add to a singular value of a sum."""
+"""The rounding errors that the arithmetic in float64 adds to a singular value of a sum, in units of machine epsilon."""
 
 
 @dataclass(frozen=True)
 class FactorQR:
-    r"""The thin QR decomposition of one factor, $B = Q R$ (*batch, m, r).
+    """The thin QR decomposition $B = Q R$ of one factor $B$ (*batch, m, r) of a low-rank matrix.
 
     Attributes:
         full_basis: $Q$ (*batch, m, r), with orthonormal columns.
-        basis: $Q$, or $Q R R^+$ if B does not have full rank. `basis @ basis.mT` is the projector onto the span of B.
+        basis: $Q$ if $B$ has full rank, and $Q R R^+$ otherwise. The projector onto the column space of $B$ is
+            `basis @ basis.mT`.
         factor: $R$ (*batch, r, r).
-        inverse: the pseudoinverse $R^+$, which ignores directions that are rounding errors.
+        inverse: the pseudoinverse $R^+$, in which singular values of $R$ at the level of rounding errors count as 0.
     """
 
     full_basis: Tensor
@@ -62,16 +64,19 @@ class FactorQR:
 
 @dataclass(frozen=True)
 class TruncatedSVD:
-    """The best approximation of a matrix by a matrix of lower rank, and its error.
+    """The best approximation of a matrix by a matrix of lower rank, and the error of this approximation.
 
-    Forming the bases of both factors would be expensive. They are therefore stored as functions that multiply by them.
+    Each matrix of singular vectors is the product of a large basis and small coordinates. The bases are stored as
+    functions, because multiplying by a basis is cheaper than computing its entries.
 
     Attributes:
-        values: all singular values (*batch, any), in descending order.
-        rank: the number of retained singular values.
-        left: a function that multiplies coordinates by the basis of the left factor, and returns (*batch, m, any).
-        right: a function that multiplies coordinates by the basis of the right factor, and returns (*batch, n, any).
-        coordinates: the coordinates of the left and of the right singular vectors.
+        values: all singular values of the original matrix (*batch, any), in descending order.
+        rank: the number of singular values that the approximation retains.
+        left: a function that multiplies coordinates by the basis of the left singular vectors, and returns (*batch, m,
+            any).
+        right: a function that multiplies coordinates by the basis of the right singular vectors, and returns (*batch,
+            n, any).
+        coordinates: the coordinates of the left and of the right singular vectors in these bases.
     """
 
     values: Tensor
@@ -98,7 +103,11 @@ class TruncatedSVD:
 
     @property
     def is_tied(self) -> Tensor:
-        """Whether the smallest retained and the largest truncated singular value are equal, (*batch,)."""
+        """Whether the best approximation is not unique, for each matrix (*batch,).
+
+        This is the case if the smallest retained and the largest truncated singular value are equal up to rounding, and
+        not 0.
+        """
         if self.values.shape[-1] <= self.rank:
             return torch.zeros(self.values.shape[:-1], dtype=torch.bool, device=self.values.device)
         # Singular values have an absolute error of ε times the largest singular value.
@@ -121,13 +130,13 @@ class TruncatedSVD:
 
 
 def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
-    r"""Compute the nearest matrix of a given rank, for a matrix that is given as a stack of factors.
+    r"""Compute the nearest matrix of a given rank to a low-rank matrix $B A$.
 
-    The computation uses the thin QR decompositions $B = Q R$ and $A^\top = P S$, and the SVD of the small core
+    The computation uses the thin QR decompositions $B = Q R$ and $A^\top = P S$, and the SVD of the small matrix
     $R S^\top$.
 
     Args:
-        x: a stack (*batch, m + n, any).
+        x: the factors of the matrix, as a stack (*batch, m + n, any) with $B$ on top of $A^\top$.
         m: the number of rows of the matrix.
         rank: the number of retained singular values.
 
@@ -143,9 +152,14 @@ def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
 
 
 def balance(x: Tensor, m: int) -> Tensor:
-    r"""Compute the balanced factors $U\sqrt\Sigma$ and $V\sqrt\Sigma$ of a matrix that is given as a stack.
+    r"""Compute balanced factors of a low-rank matrix $B A$.
 
-    $U \Sigma V^\top$ is the singular value decomposition of the matrix.
+    With the singular value decomposition $B A = U \Sigma V^\top$, the balanced factors are $U\sqrt\Sigma$ and
+    $V\sqrt\Sigma$.
+
+    Args:
+        x: the factors of the matrix, as a stack (*batch, m + n, r) with $B$ on top of $A^\top$.
+        m: the number of rows of the matrix.
 
     Example:
         >>> balance(torch.tensor([[8.0], [2.0]]), 1).abs().flatten()
@@ -155,9 +169,17 @@ def balance(x: Tensor, m: int) -> Tensor:
 
 
 def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: int) -> Tensor:
-    r"""Return a stack (*batch, m + n, sum of ranks) that represents $\sum_i c_i X_i$, in float64.
+    r"""Compute the factors of a linear combination $\sum_i c_i X_i$ of low-rank matrices, in float64.
 
-    $X_i$ are the matrices of the given stacks. Their factors are concatenated, so the ranks add up.
+    The factors of all matrices $X_i$ are concatenated, so their ranks add up.
+
+    Args:
+        coefficients: the coefficients $c_i$.
+        points: the factors of each matrix $X_i$, as a stack (*batch, m + n, any).
+        m: the number of rows of the matrices.
+
+    Returns:
+        A stack (*batch, m + n, sum of ranks).
 
     Example:
         >>> combine_stacks([2.0, -1.0], [torch.ones(2, 1), torch.ones(2, 1)], 1)
@@ -176,16 +198,16 @@ def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: i
 
 @dataclass(frozen=True)
 class JointBasis:
-    r"""Several matrices that share a pair of orthonormal bases, $X_i = Q\, C_i P^\top$.
+    r"""Several matrices $X_i = Q\, C_i P^\top$ with common orthonormal bases $Q$ and $P$ and small cores $C_i$.
 
-    Sums and inner products of the matrices $X_i$ are therefore sums and inner products of their small cores $C_i$.
+    Sums and inner products of the matrices are computed from the cores alone, because the bases are orthonormal.
 
     Attributes:
         left: a function that multiplies coordinates (*batch, p, any) by $Q$, and returns (*batch, m, any).
         right: a function that multiplies coordinates (*batch, q, any) by $P$, and returns (*batch, n, any).
         cores: the cores $C_i$ (k, *batch, p, q).
-        columns: the concatenated factors of all $X_i$ in these bases, (*batch, p, any) and (*batch, q, any).
-        ranks: the number of columns of each $X_i$.
+        columns: the coordinates of the concatenated factors of all $X_i$, (*batch, p, any) and (*batch, q, any).
+        ranks: the number of columns of each factor of $X_i$.
         dtypes: the original dtype of each $X_i$.
     """
 
@@ -213,10 +235,16 @@ class JointBasis:
         return cls(left, right, torch.stack(cores), (r, s), ranks, tuple([x.dtype for x in points]))
 
     def gram(self, rows: Tensor) -> Tensor:
-        r"""Compute the inner products (*batch, j, j) of the combinations $\sum_i c_{ji} X_i$ with coefficients (j, k).
+        r"""Compute the inner products of several linear combinations $\sum_i c_{ji} X_i$ of the matrices $X_i$.
 
-        The cores are combined first and multiplied afterwards. For a small difference of two matrices, a difference of
-        squared norms would cancel.
+        The method first combines the small cores of the matrices, and then multiplies the combinations. It is therefore
+        accurate even for a small difference of two large matrices, where a difference of squared norms would cancel.
+
+        Args:
+            rows: the coefficients $c_{ji}$ (j, k) of j combinations of k matrices.
+
+        Returns:
+            The inner products (*batch, j, j) in float64.
 
         Example:
             >>> near = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.5]])  # 2 and 2.5
@@ -229,20 +257,29 @@ class JointBasis:
         return flat @ flat.mT
 
     def combine(self, coefficients: Tensor, rank: int) -> TruncatedSVD:
-        r"""Compute the matrix of the given rank that is nearest to $\sum_i c_i X_i$, for coefficients (k,)."""
+        r"""Compute the nearest matrix of the given rank to a linear combination $\sum_i c_i X_i$ of the matrices $X_i$.
+
+        Args:
+            coefficients: the coefficients $c_i$ (k,).
+            rank: the rank of the result.
+        """
         return _truncate_core(self.left, self._combinations(coefficients[None])[0], self.right, rank)
 
     def rounding(self, coefficients: Tensor, truncated_svd: TruncatedSVD) -> Tensor:
-        r"""Return a bound on the rounding error of each singular value of $\sum_i c_i X_i$, (*batch, any).
+        r"""Estimate the rounding error of each singular value of a linear combination $\sum_i c_i X_i$ of matrices.
 
-        A column $b$ of B and the corresponding row $a$ of A were rounded to their original dtype with the machine
-        epsilon $\varepsilon$. This changes a singular value with the singular vectors $u$ and $v$ by $\varepsilon |b|
-        (a \cdot v)$ and $\varepsilon (u \cdot b) |a|$. The bound is therefore large only in the directions of large
-        columns, for example after a cancellation.
+        The factors $B$ and $A$ of each matrix were rounded to a dtype with the machine epsilon $\varepsilon$. The error
+        of a column $b$ of $B$ changes the singular value with the singular vectors $u$ and $v$ by about
+        $\varepsilon |b| (a \cdot v)$, where $a$ is the corresponding row of $A$. The error of $a$ changes it by about
+        $\varepsilon (u \cdot b) |a|$. The estimate is therefore large only in the directions of large columns. Such
+        columns remain, for example, if large terms of the sum cancel.
 
         Args:
-            coefficients: the coefficients (k,).
+            coefficients: the coefficients $c_i$ (k,).
             truncated_svd: the result of `combine` for these coefficients.
+
+        Returns:
+            An estimate for each singular value, (*batch, any).
         """
         # All following vectors have one entry for each column of the concatenated factors.
         counts = torch.tensor(self.ranks)
@@ -265,13 +302,17 @@ class JointBasis:
 
 
 def _truncate_core(left: BasisMap, core: Tensor, right: BasisMap, rank: int) -> TruncatedSVD:
-    """Compute the SVD of a core. The core is small, so this costs little compared with the bases."""
+    """Truncate a matrix that is given by a small core and two orthonormal bases."""
     u, values, v = torch.linalg.svd(core, full_matrices=False)
     return TruncatedSVD(values, rank, left, right, (u, v.mT))
 
 
 def _thin_qr(x: Tensor) -> tuple[BasisMap, Tensor]:
-    """Compute the thin QR decomposition of `x`. The first result is a function that multiplies by Q."""
+    """Compute the thin QR decomposition x = Q R.
+
+    Returns:
+        A function that multiplies a matrix by Q from the left, and the matrix R.
+    """
     if needs_autograd_path([x]):
         q, r = torch.linalg.qr(x)
         return partial(torch.matmul, q), r
@@ -283,8 +324,8 @@ def _thin_qr(x: Tensor) -> tuple[BasisMap, Tensor]:
 
 
 def _apply_reflections(packed: Tensor, tau: Tensor, coordinates: Tensor) -> Tensor:
+    """Multiply `coordinates` by Q, given the packed QR decomposition of LAPACK."""
     # `ormqr` multiplies by the square orthogonal matrix. Zeros select its first columns, which form Q.
-    """Multiply coordinates (*batch, r, any) by the factor Q of a QR decomposition in the packed form of LAPACK."""
     rows = packed.shape[-2] - coordinates.shape[-2]
     # `pad` of torch 2.6 does not accept tensors without columns.
     zeros = coordinates.new_zeros(*coordinates.shape[:-2], rows, coordinates.shape[-1])

@@ -1,7 +1,8 @@
-"""LoRA adapters as leaves of a parameter space.
+"""Conversion between the LoRA adapters of a state dict and the points of a parameter space.
 
-An adapter changes a weight matrix by the product $B A$ of two factors. The module replaces each pair of factors by one
-tensor, the leaf, and later splits this tensor again.
+A LoRA adapter changes a weight matrix by the product $B A$ of two factors, which are two tensors of the state dict.
+This module replaces the two factors by one tensor, which represents their product. It also converts this tensor back to
+two factors.
 """
 
 import math
@@ -26,11 +27,13 @@ __all__ = ["Adapters", "FactorEntries", "ScaledBias", "trainable_factors"]
 
 @dataclass(frozen=True)
 class FactorEntries:
-    """The two entries of a state dict that form one leaf, the scaled product $X = s B A$.
+    """The two factors of a LoRA adapter in a state dict, and the scaling of their product.
+
+    A parameter space replaces the two factors by one tensor (a leaf), which represents the scaled product $X = s B A$.
 
     Attributes:
-        first: A (r, ...). Its other axes count as one axis.
-        second: B (m, r), or (m, r, 1, 1) for a convolution.
+        first: the name, shape and dtype of $A$ (r, ...). All axes after the first count as one axis.
+        second: the name, shape and dtype of $B$ (m, r), or (m, r, 1, 1) for a convolution.
         scaling: the scaling $s$.
 
     Raises:
@@ -61,7 +64,10 @@ class FactorEntries:
 
     @cached_property
     def leaf(self) -> Entry:
-        """The layout entry of the leaf that contains both factors, in a dtype that represents both exactly."""
+        """The name, shape and dtype of the tensor that replaces the two factors.
+
+        The dtype is wide enough to represent the values of both factors exactly.
+        """
         return Entry(self.pair.leaf_name, self.space.shape, _wider_dtype(self.first.dtype, self.second.dtype))
 
     @cached_property
@@ -78,7 +84,8 @@ class FactorEntries:
     def check(self, state: Mapping[str, Tensor], prefix: str) -> int:
         """Check the two factors in a state dict, and return their rank.
 
-        The factors must have the dtypes and shapes of this leaf, but they may have another rank.
+        Their rank can differ from the rank of this adapter, but their other sizes must be those of this adapter. Their
+        dtypes must not be wider than the dtype of `leaf`.
 
         Raises:
             StateDictError: if a tensor does not match. The message contains its name.
@@ -97,7 +104,10 @@ class FactorEntries:
         return rank
 
     def stack(self, state: Mapping[str, Tensor], scaling: float, prefix: str) -> Tensor:
-        """Return the point of the leaf that is nearest to the scaled product of two factors of any rank.
+        """Return the tensor that represents the scaled product of the two factors in a state dict.
+
+        If the rank of the product is too high for the manifold of this adapter, the product is replaced by the nearest
+        matrix of the permitted rank.
 
         Raises:
             StateDictError: if a tensor is not finite, or overflows when it is scaled.
@@ -115,9 +125,10 @@ class FactorEntries:
         return point
 
     def split(self, point: Tensor) -> dict[str, Tensor]:
-        """Split a point of the leaf into the two factors of a state dict.
+        """Convert the tensor that represents this adapter to the two factors of a state dict.
 
-        The factors are balanced, in their original dtypes and without the scaling.
+        The factors have their original dtypes, and their product does not include the scaling. They are balanced,
+        unless exactly one factor is 0, as in a new adapter.
 
         Raises:
             StateDictError: if the dtype of a tensor overflows.
@@ -135,12 +146,12 @@ class FactorEntries:
 
 @dataclass(frozen=True)
 class ScaledBias:
-    """The bias of `lora_B`, which a model scales like the product of the factors.
+    """The bias of the second factor of a LoRA adapter, which a model multiplies by the scaling of the adapter.
 
     Attributes:
-        entry: the entry of the state dict.
-        factor_name: the name of the second factor.
-        scaling: the scaling of the pair.
+        entry: the name, shape and dtype of the bias.
+        factor_name: the name of the second factor, `lora_B`.
+        scaling: the scaling of the adapter.
     """
 
     entry: Entry
@@ -150,13 +161,14 @@ class ScaledBias:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a state dict: the pairs of factors that form leaves, and the scaled biases.
+    """The LoRA adapters of a state dict.
 
-    A state dict contains the factors under PEFT's names. In a *stacked* state dict, one stack replaces each pair. All
-    other entries are the same.
+    A state dict contains two factors for each adapter, under the names that PEFT gives them. A *stacked* state dict
+    contains one tensor for each adapter, which represents the scaled product of the two factors. Biases of second
+    factors are also multiplied by the scaling. All other entries are the same in both state dicts.
 
     Attributes:
-        factors: the pairs of entries.
+        factors: the pair of factors of each adapter.
         biases: the biases of second factors.
     """
 
@@ -207,7 +219,7 @@ class Adapters:
             raise ArgumentError("adapters: expected distinct pairs of entries and their biases, got repeated names")
 
     def check_space(self, layout: Layout, manifolds: tuple[tuple[str, Manifold], ...]) -> None:
-        """Check that a space has each stack as a leaf on the matching manifold.
+        """Check that each adapter is a leaf of a space, with the matching manifold.
 
         Raises:
             ArgumentError: if a leaf does not match. The message contains its name.
@@ -240,7 +252,7 @@ class Adapters:
         return {pair.leaf.name: pair for pair in self.factors}
 
     def entries(self, stacked: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Convert the entries of a stacked state dict to the entries of a state dict."""
+        """Convert the entries of a stacked state dict to those of a state dict with separate factors."""
         biases = {bias.entry.name: bias.entry for bias in self.biases}
         entries: dict[str, Entry] = {}
         for name, entry in stacked.items():
@@ -249,9 +261,9 @@ class Adapters:
         return entries
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Replace the stacked factors of each pair by the approximate norm of the matrix that they represent.
+        """Replace the stacked factors of each adapter by the approximate Frobenius norm of their product.
 
-        Different factors can represent the same matrix. The norm does not depend on this choice.
+        Different factors can have the same product. The norm depends only on the product.
         """
         norms = dict(stacked)
         for name, pair in self._factors_by_leaf.items():
@@ -264,12 +276,15 @@ class Adapters:
 
     @cached_property
     def _adapter_entries(self) -> dict[str, Entry]:
-        """The entries of all factors and scaled biases by name, as in a state dict that is not stacked."""
+        """The entries of all factors and scaled biases in a state dict, by name."""
         factors = {entry.name: entry for pair in self.factors for entry in (pair.first, pair.second)}
         return factors | {bias.entry.name: bias.entry for bias in self.biases}
 
     def empty_stacked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a stacked state dict with uninitialised stacks. Callers may use only their shapes and dtypes."""
+        """Return a stacked state dict in which the tensors of the adapters are uninitialised.
+
+        Only the shapes and dtypes of these tensors are defined.
+        """
         entries = (*(pair.leaf for pair in self.factors), *self._stacked_biases)
         return self._replace_factors(
             state, {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries}
@@ -278,7 +293,7 @@ class Adapters:
     def stack_factors(
         self, state: Mapping[str, Tensor], prefix: str = "", scaling: Scaling | None = None
     ) -> dict[str, Tensor]:
-        """Convert a state dict, whose pairs may have any ranks, to a stacked state dict.
+        """Convert a state dict to a stacked state dict. Its adapters may have any ranks.
 
         Args:
             state: a state dict with these adapters.
@@ -354,16 +369,19 @@ class Adapters:
 
 
 def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -> Tensor:
-    r"""Return balanced factors (m + n, rank) of a matrix that can all be trained.
+    r"""Return balanced factors $B$ and $A$ of a matrix, in which all columns of $B$ and all rows of $A$ can be trained.
 
-    If the matrix has a lower rank, the remaining columns of both balanced factors are 0, and their derivatives stay 0.
-    In these columns, A is therefore initialised as in PEFT: uniform in $\pm 1 / \sqrt n$, with a fixed seed. B stays 0,
-    so the product does not change.
+    If the rank of the matrix is lower than the number of columns of $B$, the last columns of $B$ and the last rows of
+    $A$ would both be 0. Their gradients would then always be 0. These rows of $A$ are therefore initialised as in PEFT:
+    uniform in $\pm 1 / \sqrt n$, with a fixed seed. The columns of $B$ remain 0, so the product does not change.
 
     Args:
         truncated_svd: the SVD of the matrix.
         m: the number of rows of the matrix.
-        dtype: the dtype of the original factors, whose rounding errors do not count as rank.
+        dtype: the dtype of the original factors. Singular values at the level of its rounding errors count as 0.
+
+    Returns:
+        A tensor (m + n, rank) with $B$ on top of $A^\top$.
     """
     point = truncated_svd.point
     # A singular value at the rounding level of the original factors does not count as rank. The tolerance has the form

@@ -169,7 +169,10 @@ class LowRank(Manifold):
         return torch.cat([orthogonal_part(left.basis, db) @ right.inverse.mT, da @ left.inverse.mT], -2).to(x.dtype)
 
     def _invariant(self, x: Point) -> Tensor:
-        """Return the matrix X (*batch, m, n). Only tests use this method, because it allocates memory of this size."""
+        """Return the matrix $X$ (*batch, m, n), which does not depend on the choice of its factors.
+
+        The matrix needs much more memory than its factors, so only tests call this method.
+        """
         b, a = self._split(x)
         return (b @ a.mT).to(x.dtype)
 
@@ -178,7 +181,10 @@ class LowRank(Manifold):
         return x[..., : self.m, :].double(), x[..., self.m :, :].double()
 
     def _factor_qrs(self, x: Tensor) -> tuple[FactorQR, FactorQR]:
-        """Return the QR decompositions of B and of Aᵀ. The dtype of the point determines their numerical rank."""
+        r"""Return the QR decompositions of the factors $B$ and $A^\top$ of a point.
+
+        Singular values of the factors count as 0 if they are at the rounding level of the dtype of `x`.
+        """
         b, a = self._split(x)
         return FactorQR.of(b, x.dtype), FactorQR.of(a, x.dtype)
 
@@ -191,9 +197,9 @@ class LowRank(Manifold):
         return orthogonal_part(left.basis, db), da + right.full_basis @ (left.inverse @ inside).mT
 
     def _coordinates(self, left: FactorQR, right: FactorQR, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the components M, U_p and V_p of a tangent, as the docstring of the class defines them.
+        """Return three orthogonal components of a tangent, so that its squared norm is the sum of their squared norms.
 
-        They are orthogonal to each other, so the squared norm of the tangent is the sum of their squared norms.
+        The docstring of the class defines these components, $M$, $U_p$ and $V_p$.
         """
         db, da = self._split(u)
         columns = db @ right.factor.mT

@@ -1,4 +1,4 @@
-"""Names of PEFT tensors, which identify the factors of an adapter and its other tensors."""
+"""Recognition of the tensors of LoRA adapters by the names that the library PEFT gives them."""
 
 import math
 import re
@@ -17,7 +17,7 @@ __all__ = ["AdapterTensors", "FactorPair", "classify_tensors", "find_first_facto
 FIRST_FACTOR = re.compile(
     r"(?P<head>(?:.*\.)?)(?P<kind>lora_A|lora_embedding_A)(?P<tail>(?:\.[^.]+)??)(?P<weight>(?:\.weight)?)"
 )
-"""The pattern of the name of A, with `.default` in a module and without it in a file. Embeddings have no `.weight`."""
+"""The pattern of the name of the first factor A. Files omit `.default`, and the names of embeddings omit `.weight`."""
 UNPAIRED = re.compile(r"(?:.*\.)?lora_(?:magnitude_vector(?:\..+)?|B(?:\.[^.]+)?\.bias)")
 """The names of tensors of a low-rank adapter that are not factors."""
 OTHER_ADAPTERS = re.compile(
@@ -29,11 +29,11 @@ OTHER_ADAPTERS = re.compile(
 
 @dataclass(frozen=True)
 class FactorPair:
-    """The names of two tensors of a state dict that represent one matrix $B A$.
+    """The names of the two factors of a LoRA adapter in a state dict. Their product is the matrix $B A$.
 
     Attributes:
-        first: the name of A (r, ...). Its other axes count as one axis of n entries.
-        second: the name of B (m, r), or (m, r, 1, 1) for a convolution.
+        first: the name of $A$ (r, ...). All axes after the first count as one axis with n entries.
+        second: the name of $B$ (m, r), or (m, r, 1, 1) for a convolution.
     """
 
     first: str
@@ -77,7 +77,9 @@ class FactorPair:
         return a.shape[0]
 
     def stack(self, state: Mapping[str, Tensor], *, prefix: str = "adapter: ") -> Tensor:
-        """Stack B on the transpose of A, (m + n, r), in a dtype that represents both factors exactly.
+        r"""Concatenate the factors $B$ and $A^\top$ of a state dict into one tensor (m + n, r).
+
+        The dtype of this tensor represents the values of both factors exactly.
 
         Raises:
             StateDictError: as in `check`.
@@ -89,7 +91,12 @@ class FactorPair:
         return torch.cat([b.detach().flatten(1).to(wide), a.detach().flatten(1).mT.to(wide)])
 
     def unstack(self, stack: Tensor, like: Mapping[str, Tensor | Entry]) -> dict[str, Tensor]:
-        """Split a stack (m + n, any) into two factors. Except for the rank, the factors have the shapes in `like`."""
+        r"""Split a tensor (m + n, r), which contains $B$ on top of $A^\top$, into the factors $A$ and $B$.
+
+        Args:
+            stack: the tensor, whose rank r can be any number.
+            like: the tensors or entries that determine the other sizes of the factors, by name.
+        """
         a, b = like[self.first], like[self.second]
         m = b.shape[0]
         rank = stack.shape[-1]
@@ -99,12 +106,12 @@ class FactorPair:
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """The classification of the tensors of an adapter.
+    """The names of the tensors of an adapter, grouped by their roles.
 
     Attributes:
         pairs: the pairs of factors, in the order of the state dict.
-        scaled_biases: the biases of second factors, which a model also scales.
-        unpaired: all other tensors, such as magnitudes and heads.
+        scaled_biases: the biases of second factors, which the model multiplies by the scaling of the adapter.
+        unpaired: all other tensors, such as magnitudes and classification heads.
     """
 
     pairs: tuple[FactorPair, ...]
@@ -152,7 +159,9 @@ def classify_tensors(names: Iterable[str], *, prefix: str = "adapter: ") -> Adap
 
 
 def find_first_factor(names: Iterable[str]) -> str | None:
-    """Return the name of the first factor A among `names`, or `None` if there is no pair of factors.
+    """Return the name of the first factor $A$ whose second factor $B$ is also among `names`.
+
+    The result is `None` if there is no such pair of factors.
 
     Example:
         >>> find_first_factor(["w", "q.lora_A.weight", "q.lora_B.weight"])

@@ -1,7 +1,7 @@
-r"""LoRA scalings, the numbers by which a model multiplies the products of factors.
+r"""The scalings of LoRA adapters, by which a model multiplies the products of their factors.
 
-For most adapters, the scaling is $\alpha / r$ with the rank $r$. The module reads it from the config of an adapter, or
-from numbers that the user specifies.
+For most adapters, the scaling is $\alpha / r$, where $r$ is the rank and $\alpha$ is `lora_alpha` in the config. This
+module computes the scaling from the config of the adapter, or from numbers that the user specifies.
 """
 
 import math
@@ -28,7 +28,10 @@ class ScaledModule(NamedTuple):
 
 
 def resolve_scalings(scaling: Scaling, pairs: Iterable[ScaledModule], *, prefix: str = "") -> list[float]:
-    r"""Return the scaling of each pair of factors: $\alpha / r$, or $\alpha / \sqrt r$ with rank stabilisation.
+    r"""Return the scaling of each LoRA adapter, by which a model multiplies the product of the two factors.
+
+    If `scaling` is the config of the adapters, the result is $\alpha / r$, where $\alpha$ is `lora_alpha` and $r$ is
+    the rank. With rank stabilisation (`use_rslora`), it is $\alpha / \sqrt r$.
 
     Args:
         scaling: one of the following:
@@ -102,11 +105,22 @@ def _scaling_from_config(config: Mapping[str, Any], pair: ScaledModule, prefix: 
 
 
 CONFIG_FIELDS = (("lora_alpha", "alpha_pattern"), ("r", "rank_pattern"))
-"""The fields of a config that contain a number, and for each the field with deviating values for single modules."""
+"""Pairs of fields of a config: the field with the default value, and the field with other values for single modules."""
 
 
 def _config_value(config: Mapping[str, Any], key: str, table: str, name: str, prefix: str) -> float:
-    """Return a positive number of a config. A pattern in the field `table` has precedence over the field `key`."""
+    """Return a positive number, such as `lora_alpha` or `r`, from the config of an adapter.
+
+    Args:
+        config: the config.
+        key: the field that contains the default value for all modules.
+        table: the field that contains other values for the modules that match a pattern.
+        name: the name of the module.
+        prefix: the start of error messages.
+
+    Raises:
+        ArgumentError: if the value is not a positive number.
+    """
     others = config.get(table) or {}
     if not isinstance(others, Mapping):
         raise ArgumentError(f"{prefix}scaling: {table}: expected a mapping, got {type(others).__name__}")
