@@ -1,14 +1,14 @@
 """The two kernels of the library: `gram` reads the parameters of models, and `combine` writes them.
 
-A model with P parameters is a row of P entries. For k rows, `gram` computes the k x k matrix of their inner products,
-and `combine` adds a weighted sum of them to a base row. All other computations of the library are algebra on this small
+A model with P parameters is a row of P entries. For k rows, `gram` computes the k x k matrix of their inner products.
+`combine` adds a weighted sum of the rows to a base row. All other computations of the library are algebra on this small
 matrix.
 
 A row is a vector, a tuple of tensors, or the difference of two of these. A difference is formed in float64, a few
 entries at a time, and is never stored. Small differences of large models therefore keep their digits.
 
-The backends `reference`, `cpu` and `triton` implement the same operations. The module `sharded` extends them to rows
-that are distributed over several ranks, either as `DTensor`s or as plain tensors within `across_ranks`.
+The backends `reference`, `cpu` and `triton` implement the same operations. The module `sharded` extends the operations
+to rows that are distributed over several ranks, either as `DTensor`s or as plain tensors within `across_ranks`.
 """
 
 from collections.abc import Sequence
@@ -95,9 +95,13 @@ def gram(
     minus: Subtrahend = None,
     segments: Sequence[int] | None = None,
 ) -> Float64[Tensor, "S k k"]:
-    r"""Compute the Gram matrix of the rows, which contains the inner products of all pairs of rows, for each segment.
+    r"""Compute the Gram matrix of several rows, that is, the inner products of all pairs of rows.
 
-    With the rows $a_i$ and their subtrahends $b_i$, the entries of the Gram matrix of segment $s$ are
+    A row consists of P entries, such as all parameters of a model. The entries can be divided into consecutive
+    segments, such as the layers of the model. The result then has one Gram matrix for each segment.
+
+    Row $i$ is a difference $a_i - b_i$ with an optional subtrahend $b_i$. The Gram matrix of segment $s$ contains the
+    sums over all entries $p$ of this segment:
 
     $$G^{(s)}_{ij} = \sum_{p \in s} (a_i[p] - b_i[p])\,(a_j[p] - b_j[p]).$$
 
@@ -145,9 +149,9 @@ def gram(
 
 
 def gram_combine(rows: Operands, combinations: Sequence[LinearCombination]) -> Float64[Tensor, "1 k k"]:
-    """Compute a Gram matrix and several linear combinations, in one pass if the backend supports it.
+    """Compute a Gram matrix and several linear combinations of rows, in one pass if the backend supports it.
 
-    The results are bit-identical to those of separate calls of `gram` and `combine`.
+    The function returns the same bits as separate calls of `gram` and `combine`.
 
     Args:
         rows: the rows of the Gram matrix, on one rank and without derivatives.
@@ -204,12 +208,13 @@ def combine(
     segments: Sequence[int] | None = None,
     out: Row | None = None,
 ) -> Row:
-    r"""Add a linear combination of rows to a base row.
+    r"""Add a linear combination of rows to a base row, for example weighted client updates to a model.
 
-    With the rows $a_j$, their subtrahends $b_j$ and the coefficients $c^{(s)}_j$ of segment $s$, entry $p$ in segment
-    $s(p)$ is
+    A row consists of P entries, such as all parameters of a model. Row $j$ is a difference $a_j - b_j$ with an optional
+    subtrahend $b_j$. The entries can be divided into segments, each with its own coefficients. For an entry $p$ in
+    segment $s$ with the coefficients $c^{(s)}_j$, the result is
 
-    $$\mathrm{out}[p] = \mathrm{base}[p] + \sum_j c^{(s(p))}_j\,(a_j[p] - b_j[p]).$$
+    $$\mathrm{out}[p] = \mathrm{base}[p] + \sum_j c^{(s)}_j\,(a_j[p] - b_j[p]).$$
 
     Args:
         base: a row, or `None` for zero.
@@ -276,10 +281,11 @@ def _combine_autograd(
     bounds: Sequence[tuple[int, int]],
     out: Operand | None,
 ) -> Row:
-    """Compute `combine` in plain torch, so that autograd can differentiate it.
+    """Compute `combine` with differentiable PyTorch operations.
 
-    If a coefficient is the number 0, its row is omitted, as in the other backends. If the coefficients are a tensor, no
-    row is omitted. The derivative with respect to a coefficient depends on its row even where the coefficient is 0.
+    If the coefficients are plain numbers, a row with the coefficient 0 is skipped, as in the compiled backends. If the
+    coefficients are a tensor, no row is skipped. The derivative with respect to a coefficient depends on the row even
+    if the coefficient is 0.
     """
     if out is not None:
         raise ArgumentError(

@@ -1,9 +1,9 @@
-"""Allocation of large tensors in huge pages, which reduces page faults.
+"""Allocation of large tensors in huge pages, to reduce the number of page faults.
 
-Linux maps new memory page by page when it is first written. With the usual pages of 4 KiB, the page faults take several
-times as long as the write itself. The functions of this module therefore request pages of 2 MiB for large tensors.
-Linux follows the request if `/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` (the default of most
-distributions) or `always`.
+Linux maps a page of new memory when a program first writes to it. With the usual page size of 4 KiB, the resulting page
+faults take several times as long as the write itself. The functions of this module therefore request pages of 2 MiB for
+large tensors. Linux grants the request if `/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` (the default of
+most distributions) or `always`.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ HUGE_PAGE_BYTES = 1 << 21
 
 
 def empty_like(tensor: Tensor, **options: Any) -> Tensor:
-    """Allocate an uninitialised tensor like `torch.empty_like`, with huge pages for large tensors.
+    """Allocate an uninitialised tensor as `torch.empty_like` does, and use huge pages if it is large.
 
     Example:
         >>> empty_like(torch.ones(2, 3), dtype=torch.float64).shape
@@ -32,7 +32,7 @@ def empty_like(tensor: Tensor, **options: Any) -> Tensor:
 
 
 def clone(tensor: Tensor) -> Tensor:
-    """Copy a tensor like `torch.clone`, with huge pages for large tensors.
+    """Copy a tensor as `torch.clone` does, and use huge pages if it is large.
 
     Example:
         >>> clone(torch.ones(2))
@@ -42,7 +42,9 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack tensors like `torch.stack`, with huge pages for large results. A single tensor is not copied.
+    """Stack tensors as `torch.stack` does, and use huge pages if the result is large.
+
+    If the sequence contains a single tensor, the result is a view of this tensor.
 
     Example:
         >>> x = torch.ones(2)
@@ -56,7 +58,10 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """Request huge pages for a large tensor that has not been written yet, and return the tensor.
+    """Ask the operating system to store a newly allocated tensor in huge pages, and return the tensor.
+
+    Call the function before the first write to the tensor. The function ignores tensors that are smaller than a huge
+    page.
 
     Example:
         >>> x = torch.empty(2)
@@ -70,7 +75,7 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
 
 
 def _advise_huge_pages(tensor: Tensor) -> None:
-    """Request huge pages for the memory of a tensor. A failed request has no effect, so its result is ignored."""
+    """Request huge pages for the memory of a tensor, and ignore a failure."""
     advise = _madvise()
     # Subclasses and functorch wrappers have no address of their own.
     plain = type(tensor) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -85,7 +90,7 @@ def _advise_huge_pages(tensor: Tensor) -> None:
 
 @cache
 def _madvise() -> Any:
-    """Return the `madvise` function of the C library, or `None` if the operating system has no huge pages."""
+    """Return the C function `madvise`, or `None` if the system has no huge pages."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     madvise = ctypes.CDLL(None).madvise

@@ -26,11 +26,15 @@ Index = slice | np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The blocks of all segments of a row, in order.
+    """The partition of a row into blocks, which are ranges of consecutive entries.
+
+    The entries of a row can be divided into segments, such as the layers of a model. Each segment is divided into
+    blocks of at most `BLOCK_SIZE` entries.
 
     Attributes:
-        segment_bounds: the start and stop of each segment.
-        table: (B, 3), int64: the start, stop and segment of each block. An empty segment has no block.
+        segment_bounds: the start and the stop of each segment.
+        table: an int64 array (B, 3) with the start, the stop and the segment of each of the B blocks. An empty segment
+            has no block.
     """
 
     segment_bounds: tuple[tuple[int, int], ...]
@@ -39,7 +43,7 @@ class Blocks:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(segment_bounds: tuple[tuple[int, int], ...]) -> "Blocks":
-        """Build the blocks of segments with the given bounds.
+        """Divide segments with the given bounds into blocks.
 
         Example:
             >>> Blocks.of(((0, 20000), (20000, 20000), (20000, 20001))).table.tolist()
@@ -61,9 +65,10 @@ class Blocks:
 
     @cached_property
     def reduction_levels(self) -> list[tuple[Index, Index]]:
-        """The levels of the reduction tree of `pairwise_sum`.
+        """The levels of the binary tree in which `pairwise_sum` adds the sums of the blocks.
 
-        Each level is a pair of block indices. The sums of the second blocks are added to the sums of the first blocks.
+        Each level consists of two sequences of block indices. At this level, the sum of each block in the second
+        sequence is added to the sum of the block at the same position in the first sequence.
         """
         remaining = np.arange(len(self.table))
         levels = []

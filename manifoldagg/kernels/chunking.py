@@ -1,7 +1,7 @@
-"""Iteration over vectors in chunks that fit into the cache.
+"""Iteration over long vectors in chunks that fit into the cache.
 
-An operation with several steps then reads each chunk from main memory only once. The later steps find the chunk in the
-cache.
+An operation that consists of several elementwise steps can process one chunk after another. Only the first step then
+reads a chunk from main memory. The later steps find the chunk in the cache.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,10 @@ compared with their work. On one thread, chunks of a quarter of this size were s
 
 
 def chunks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield corresponding chunks of several vectors (P,), as views. GPU vectors and sharded vectors are not split.
+    """Iterate over several vectors of equal length in chunks that fit into the cache.
+
+    Each iteration yields one view of each vector. All views contain the same range of entries. Vectors on a GPU and
+    sharded vectors are yielded as a whole.
 
     Example:
         >>> model, mean = torch.zeros(10), torch.ones(10)

@@ -1,10 +1,10 @@
-"""Exchange of numbers between ranks, without a deadlock if one rank fails.
+"""Exchange of numbers between the ranks of a process group, without a deadlock if one rank fails.
 
-A rank that raises an exception would never send its numbers, and the other ranks would wait for them forever. Every
-rank therefore first sends a message of fixed length, even if it rejects its arguments. This message contains the
-sender, the operation, and as many of the numbers as fit. From the messages, all ranks detect whether a rank failed and
-whether their calls agree. If they agree, a second message contains the remaining numbers. On a device mesh, the
-exchange runs once for each mesh dimension.
+Without precautions, a rank that raises an exception sends no numbers, and the other ranks wait for it forever. In this
+module, every rank first sends a message of fixed length, even if it rejects its arguments. The message contains the
+sender, the operation, and as many of the numbers as fit. From these messages, all ranks detect whether a rank failed
+and whether all calls agree. If the calls agree, a second message contains the remaining numbers. On a device mesh, each
+message is gathered along one mesh dimension after another.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,13 +29,13 @@ PACKET_HEADER = ("accepted", "position", "rank")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that communicate with one another, and the position of this rank among them.
+    """The ranks that exchange messages, and the position of the current rank among them.
 
     Attributes:
-        groups: the process groups over which messages are gathered, one after another. A mesh has one group for each
-            dimension, beginning with the last dimension.
-        position: the index of this rank, in row-major order on a mesh.
-        device: the device of the messages, if a group does not support the CPU.
+        groups: the process groups over which messages are gathered, one after another. A device mesh has one group for
+            each dimension, from the last dimension to the first.
+        position: the index of the current rank, in row-major order on a mesh.
+        device: the device of the messages for process groups that do not support the CPU.
     """
 
     groups: tuple["dist.ProcessGroup | None", ...]
@@ -62,9 +62,10 @@ class Ranks:
 
     @contextmanager
     def propagate_errors(self) -> Iterator[None]:
-        """Report an exception within this context to the other ranks, which then raise an error instead of waiting.
+        """Return a context manager that reports an exception on this rank to the other ranks.
 
-        A call of `all_gather_checked` must follow the context, because the other ranks receive the report in this call.
+        The other ranks receive the report in their next call of `all_gather_checked`. They then raise an error instead
+        of waiting forever. If this context ends without an exception, call `all_gather_checked` directly after it.
         """
         try:
             yield
@@ -74,7 +75,7 @@ class Ranks:
             raise
 
     def all_gather_checked(self, invariants: Mapping[str, int], numbers: np.ndarray) -> np.ndarray:
-        """Gather the numbers of all ranks, in the order of their positions.
+        """Gather the numbers of all ranks, in the order of the positions of the ranks.
 
         Args:
             invariants: values that must be equal on every rank: at most `PACKET_SIZE - 3` small integers by name.
@@ -119,7 +120,10 @@ class Ranks:
 
 
 def _make_packet(numbers: list[float]) -> np.ndarray:
-    """Pad numbers with zeros to a packet (1, `PACKET_SIZE`), because an all-gather needs equal lengths on all ranks."""
+    """Pad a list of numbers with zeros to a packet of shape (1, `PACKET_SIZE`).
+
+    An all-gather requires packets of equal length on all ranks.
+    """
     packet = np.zeros((1, PACKET_SIZE))
     packet[0, : len(numbers)] = numbers
     return packet
@@ -128,9 +132,13 @@ def _make_packet(numbers: list[float]) -> np.ndarray:
 def _check_agreement(packets: np.ndarray, names: tuple[str, ...]) -> None:
     # The packet of a rank that failed has zeros in place of the invariants. Failures are therefore reported before any
     # comparison of the invariants.
-    """Raise an `ArgumentError` if a rank reported a failure, or if the named invariants differ between ranks.
+    """Check that no rank reported a failure and that all ranks made the same call.
 
-    The packets have shape (W, `PACKET_SIZE`). The invariants follow the header, in the order of `names`.
+    Each of the W ranks sent one row of `packets`, which has the shape (W, `PACKET_SIZE`). After a header, each row
+    contains the numbers named in `names`, which must be equal on all ranks.
+
+    Raises:
+        ArgumentError: if a rank reported a failure, or if one of these numbers differs between ranks.
     """
     accepted = packets[:, 0]
     ranks = packets[:, 2].astype(int).tolist()

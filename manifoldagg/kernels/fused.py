@@ -1,7 +1,7 @@
-"""Several linear combinations that one call of the kernels computes.
+"""Linear combinations of rows that one call of the kernels computes together.
 
-An optimizer step, for example, computes new momenta and new parameters from the old values of both. All combinations
-therefore read the values that the operands have before the first write.
+For example, an optimizer step computes new momenta and new parameters, and both depend on the old values. All
+combinations of a call therefore use the values that the rows have before the first result is written.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ __all__ = ["LinearCombination", "must_defer"]
 
 @dataclass(frozen=True, eq=False)
 class LinearCombination:
-    """A deferred call of [`combine`][manifoldagg.kernels.combine]: a base row plus a linear combination of rows.
+    """A deferred call of [`combine`][manifoldagg.kernels.combine]: a base row plus a weighted sum of rows.
 
     Attributes:
-        base: a row, or `None` for zero.
-        rows: the operands.
-        coefficients: the coefficients of the operands: one list for all tensors, or one list for each tensor.
-        out: the row that receives the result. Combinations that are computed together need tensor lists of equal
-            lengths, or rows in new memory.
+        base: the row to which the weighted sum is added, or `None` for zero.
+        rows: the rows of the weighted sum.
+        coefficients: a single list with one coefficient for each row, or one such list for each tensor of the rows.
+        out: the row that receives the result. If several combinations are computed together, every `out` must be a
+            tensor list of the same lengths, or a row in new memory.
     """
 
     base: Operand | None
@@ -40,9 +40,10 @@ class LinearCombination:
         minus: Sequence[Row | None] | None,
         out: Operand,
     ) -> "LinearCombination":
-        """Build a linear combination without the rows whose coefficients are 0.
+        """Build a linear combination, and omit the rows whose coefficients are 0.
 
-        If `rows` are `Operands`, they already include their subtrahends, so `minus` must be `None`.
+        Each row can have a subtrahend in `minus`. If `rows` is an `Operands` object, it already includes the
+        subtrahends, so `minus` must be `None`.
 
         Raises:
             ArgumentError: if a row is not a valid row, or if lengths or devices differ.
@@ -77,9 +78,10 @@ class LinearCombination:
 
 
 def must_defer(combinations: Sequence[LinearCombination]) -> list[bool]:
-    """Return, for each combination, whether its write must wait until the later combinations have been computed.
+    """Determine which linear combinations must be written last.
 
-    This is the case if a later combination reads the memory of the target.
+    The combinations are computed one after another. A result must be written last if it would overwrite memory that a
+    later combination still reads. The function returns one boolean for each combination.
     """
     later: set[int] = set()
     deferred = []

@@ -1,4 +1,4 @@
-"""Validation of the rows that the kernels read and write.
+"""Validation of the rows that the kernels `gram` and `combine` read and write.
 
 A row is a vector, a tuple of tensors such as the parameters of a model, or an unevaluated difference of two of these.
 The module checks shapes, dtypes, devices and overlapping memory once, so that the backends need not repeat these
@@ -94,9 +94,10 @@ class Operands:
 
     @staticmethod
     def of(rows: Tensor | Sequence[Row], minus: Subtrahend = None) -> "Operands":
-        """Validate `rows` and their subtrahends.
+        """Validate rows and their optional subtrahends.
 
-        `minus` is one vector for all rows, or a sequence with one row or `None` for each row.
+        `minus` is `None`, a single vector that is subtracted from all rows, or a sequence with one subtrahend or `None`
+        for each row.
 
         Raises:
             ArgumentError: if a row is neither a floating vector nor a tuple of floating tensors, or if lengths or
@@ -137,7 +138,10 @@ class Operands:
         return self._paired(self.plus, minus)
 
     def _paired(self, plus: Sequence[Operand], minus: Sequence[Operand | None]) -> "Operands":
-        """Pair other validated rows. The result shares the size, the device and the cached descriptors of these."""
+        """Build new operands from minuends and subtrahends that are already validated.
+
+        The new operands share the size, the device and the cached memory descriptors of the current operands.
+        """
         operands = Operands()
         operands.size = self.size
         operands.device = self.device
@@ -149,9 +153,10 @@ class Operands:
         return operands
 
     def with_base_and_out(self, base: Row | None, out: Row | None) -> tuple["Operands", Operand | None, Operand | None]:
-        """Validate a base and a target against these rows, and return the rows, the base and the target.
+        """Validate the base row and the target row of a linear combination of these rows.
 
-        If any of them is a tensor list, vectors are treated as rows with the same pieces.
+        The method returns the rows, the base and the target. If any of them is a list of tensors, the vectors among
+        them are treated as if they were divided into tensors of the same lengths.
         """
         # If vectors are divided into pieces, this must not change the caller's operands.
         cut = self.lengths is None and (isinstance(base, tuple) or isinstance(out, tuple))
@@ -162,7 +167,9 @@ class Operands:
         return rows, start, None if out is None else rows.as_operand("out", out)
 
     def as_operand(self, name: str, row: Any, index: int | None = None) -> Operand:
-        """Check that a row has the length and device of the first row, and return it in validated form.
+        """Check that a row has the same length and device as the first row, and convert it to an operand.
+
+        A vector is returned unchanged, and a tuple of tensors is converted to a `TensorList`.
 
         Raises:
             ArgumentError: if the row is invalid. The message names the row, or the tensor in it.
@@ -192,7 +199,7 @@ class Operands:
         raise ArgumentError(f"{name if index is None else f'{name}[{index}]'}{self._describe_error(row)}")
 
     def _describe_error(self, row: Any) -> str:
-        """Return the reason why `as_operand` rejects a row, in the form of the end of an error message."""
+        """Return the end of the error message for a row that `as_operand` rejects."""
         if not isinstance(row, tuple):
             error = _tensor_error(row, self.device)
             is_float = isinstance(row, Tensor) and row.dtype.is_floating_point
@@ -216,15 +223,19 @@ class Operands:
         return f": expected {self.size} entries, got {sum(tensor.numel() for tensor in row)}"
 
     def materialise(self) -> Tensor:
-        """Compute the rows as one float64 tensor (k, P) in plain torch, which supports all function transforms."""
+        """Compute the k rows as one float64 tensor (k, P).
+
+        The method uses only PyTorch operations, so it supports autograd and all function transforms.
+        """
         pairs = zip(self.plus, self.minus, strict=True)
         return torch.stack([as_float64(a) if b is None else as_float64(a) - as_float64(b) for a, b in pairs])
 
     def prepare(self) -> "Operands":
-        """Return these rows in the form that backends read.
+        """Convert the rows to the form that the backends read.
 
-        For rows on the CPU, the descriptors of the native library are stored in `tables`. If the library cannot read
-        the rows, noncontiguous tensors in tensor lists are copied instead.
+        Backends read the tensors of a list as contiguous memory, so the method copies noncontiguous tensors. If the
+        rows are on the CPU and the native library can read them, the method also stores their addresses, strides and
+        dtypes in `tables`.
         """
         if self.tables is not None:
             return self
@@ -284,7 +295,9 @@ def bump_version(out: Operand) -> None:
 
 
 def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
-    """Check that `out` does not partially overlap the operands. It may be identical to an operand.
+    """Check that the target `out` of a linear combination does not partially overlap an operand in memory.
+
+    The target may be identical to an operand, because the backends read each entry before they write it.
 
     Raises:
         ArgumentError: if `out` partially overlaps an operand or itself.
@@ -333,10 +346,8 @@ def blocks_of(segments: Sequence[int], size: int) -> Blocks:
 
 @lru_cache(maxsize=64)
 def _blocks_of(segments: tuple[int, ...], size: int) -> Blocks:
-    """Return the blocks of segments from a cache.
-
-    Validating hundreds of segments takes longer than a step of a small model.
-    """
+    """Return the blocks of segments with the given lengths, using a cache."""
+    # Validating hundreds of segments takes longer than a step of a small model, so the result is cached.
     return Blocks.of(segment_bounds(segments, size))
 
 
@@ -385,14 +396,12 @@ def check_no_alias(out: Operand, read: Sequence[Operand], lengths: tuple[int, ..
 
 
 def _self_overlaps(tensor: Tensor) -> bool:
-    """Return whether entries of a tensor may share an address.
-
-    The dimensions with smaller strides cover a range of addresses. If the next stride is not larger than this range,
-    entries may coincide.
-    """
+    """Return whether two entries of a tensor may have the same address."""
     if tensor.is_contiguous():
         return False
-    # Axes of length 1 have arbitrary strides and are ignored.
+    # The dimensions are visited in the order of increasing strides. If a stride is not larger than the range of
+    # addresses that the previous dimensions cover, entries may coincide. Axes of length 1 are ignored, because they
+    # have arbitrary strides.
     extent = 0
     for step, n in sorted((step, n) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
         if step <= extent:
@@ -425,7 +434,9 @@ def _have_same_dtypes(out: Operand, row: Operand, pieces: np.ndarray) -> bool:
 
 
 def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int, int], ...]:
-    """Return the start and the stop of each segment, given the lengths of the segments. `None` means one segment.
+    """Convert the lengths of consecutive segments to the start and the stop of each segment.
+
+    If `segments` is `None`, the result is a single segment with `size` entries.
 
     Raises:
         ArgumentError: if the lengths do not sum to `size`.
@@ -447,9 +458,10 @@ def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int
 
 
 def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[float]]:
-    """Check coefficients, and return them with the shape (s, k).
+    """Validate coefficients for s segments and k rows, and convert them to the shape (s, k).
 
-    The result is a tensor if `coefficients` contains tensors, and nested lists of floats otherwise.
+    Plain numbers are returned as nested lists of floats. If the coefficients contain tensors, they are returned as one
+    tensor, which preserves derivatives.
 
     Raises:
         ArgumentError: if the coefficients are not numbers, or if their shape is neither (k,) nor (s, k).
@@ -482,10 +494,10 @@ def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[
 
 
 def needs_autograd_path(tensors: Iterable[Row]) -> bool:
-    """Return whether autograd or a functorch transform tracks any of the given tensors.
+    """Return whether a kernel call with these tensors must use differentiable PyTorch operations.
 
-    The fused kernels have no derivatives, and a transform would silently use zeros in their place. Tracked calls
-    therefore use plain torch. Calls that `torch.compile` traces use plain torch too.
+    This is the case if autograd or a functorch transform tracks one of the tensors, or if `torch.compile` traces the
+    call. The fused kernels define no derivatives, so a transform would silently treat their derivatives as zero.
     """
     if torch.compiler.is_compiling():
         return True
@@ -504,9 +516,9 @@ def needs_autograd_path(tensors: Iterable[Row]) -> bool:
 
 
 def is_sharded(*groups: "Subtrahend | Operands") -> bool:
-    """Return whether any row is distributed over several ranks.
+    """Return whether any of the given rows is distributed over several processes (ranks).
 
-    This is the case if a row is a `DTensor`, or if the call is made within `across_ranks`.
+    This is the case if a row is a `DTensor`, or if the function is called in a context of `across_ranks`.
     """
     if torch.compiler.is_compiling():
         return False
@@ -551,7 +563,7 @@ def _as_tuple(name: str, vectors: Any) -> tuple[Any, ...]:
 
 
 def _stack_numbers(numbers: Any) -> Tensor:
-    """Convert nested lists of numbers and tensors to one float64 tensor, and preserve the derivatives."""
+    """Convert nested lists of numbers and tensors to one differentiable float64 tensor."""
     if isinstance(numbers, Tensor):
         return _check_real(numbers).to("cpu", torch.float64)
     # These types can be converted to floats, but they are hardly meant as coefficients.

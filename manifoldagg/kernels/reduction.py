@@ -1,4 +1,4 @@
-"""Summation of block products to Gram matrices, with a reproducible and accurate result.
+"""Summation of the products of blocks to Gram matrices, with a reproducible and accurate result.
 
 The sums of the blocks are added in a fixed order, and the rounding errors are compensated. The result therefore depends
 neither on the number of threads, nor on which thread computed which block.
@@ -60,19 +60,22 @@ def gram_matrices(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> Ten
 
 
 def _sum_over_blocks(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> np.ndarray:
-    """Return the high parts $h$ of `pairwise_sum`, computed by the compiled backend if it is available."""
+    """For each segment, add the products of its blocks, in compiled code if it is available.
+
+    The result contains the high part of each sum, as defined in `pairwise_sum`.
+    """
     compiled = getattr(selection.backend_for(rows.device), "pairwise_sum", None)
     result: np.ndarray = pairwise_sum(block_sums, blocks)[0] if compiled is None else compiled(block_sums, blocks)
     return result
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    r"""Sum over the blocks of each segment, with compensation of rounding errors.
+    r"""For each segment, add the sums of its blocks, and compensate the rounding errors.
 
-    Each sum is represented by two numbers, a high part $h$ and a low part $l$, whose sum $h + l$ is never evaluated.
-    Neighbouring blocks are added pairwise, level by level. Knuth's two-sum computes the rounding error of each
-    addition, and $l$ is the sum of these errors. For summands $x$ and the unit roundoff $u$ of float64, the error of $h
-    + l$ is therefore of order $u^2 \sum |x|$. Except for ties, $h$ is the exact sum rounded once.
+    Each total is represented by two numbers, a high part $h$ and a low part $l$, whose sum $h + l$ is never rounded.
+    The function adds neighbouring blocks pairwise, level by level. Knuth's two-sum algorithm computes the rounding
+    error of each addition, and $l$ is the sum of these errors. For summands $x$ and the unit roundoff $u$ of float64,
+    the error of $h + l$ is therefore of order $u^2 \sum |x|$. Except for ties, $h$ is the exact sum, rounded once.
 
     Args:
         block_sums: (B, n) float64, one row for each block.
@@ -96,9 +99,10 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
 
 
 def two_sum(a: CompensatedSum, b: CompensatedSum) -> CompensatedSum:
-    """Add two sums, each of which is a pair of a high part $h$ and a low part $l$, and return such a pair.
+    """Add two compensated sums.
 
-    If $h$ is not finite, $l$ is 0, and NumPy may emit warnings.
+    A compensated sum is a pair of numbers. The high part $h$ is the rounded sum, and the low part $l$ contains the
+    rounding error. If the high part of the result is not finite, the low part is 0, and NumPy may emit a warning.
     """
     high = a[0] + b[0]
     # Knuth 1969: the exact error of a[0] + b[0], whichever is larger, in six operations without a comparison.
@@ -142,10 +146,11 @@ def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
 
 
 def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarray) -> np.ndarray:
-    """Return the exponents (S, k) of the powers of two by which out-of-range rows are divided.
+    """Compute scaling factors for rows whose squares overflow or underflow in float64.
 
-    The exponent is 0 for rows within range. It is also 0 for rows that are zero or not finite, because scaling does not
-    change their products.
+    The factor of a row in a segment is a power of two by which the row is divided. The function returns the exponents
+    (S, k) of these powers, for S segments and k rows. The exponent is 0 for a row within range. It is also 0 for a row
+    that is zero or not finite, because scaling does not change its products.
     """
     powers = np.zeros(is_out_of_range.shape, int)
     for s, i in np.argwhere(is_out_of_range).tolist():
@@ -180,14 +185,21 @@ def unpack_symmetric(sums: np.ndarray, k: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _triangle_indices(k: int) -> np.ndarray:
-    """Return the index of each entry of a symmetric k x k matrix in its lower triangle, which is stored row by row."""
+    """Return the indices that expand a lower triangle to a symmetric k x k matrix.
+
+    The triangle is stored row by row. Entry (i, j) of the result is the position at which entry (i, j) of the matrix is
+    stored.
+    """
     low, high = np.sort(np.indices((k, k)), axis=0)
     return np.asarray(high * (high + 1) // 2 + low)
 
 
 @torch.no_grad()
 def _max_abs(rows: Operands, i: int, start: int, stop: int) -> float:
-    """Return the largest magnitude among the entries from `start` to `stop` of row i, or NaN if an entry is NaN."""
+    """Return the largest absolute value of the entries of row i between `start` and `stop`.
+
+    If one of these entries is NaN, the result is NaN.
+    """
     maxima = [0.0]
     minus = rows.minus[i]
     for low in range(start, stop, BLOCK_SIZE):

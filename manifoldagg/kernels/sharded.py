@@ -76,7 +76,9 @@ def combine(
     out: Operand | None,
     backend: Any,
 ) -> Operand:
-    """Compute a linear combination of sharded rows. Each rank writes only its own shard of the result.
+    """Compute a linear combination of rows that are distributed over several ranks.
+
+    Each rank stores one shard of every row, and writes only its own shard of the result.
 
     Args:
         base: a row that is sharded like the others, or `None`.

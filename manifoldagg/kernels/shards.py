@@ -1,7 +1,7 @@
 """Local shards of vectors that are distributed over several processes (ranks).
 
 A shard is the part of a vector that one rank stores. The vectors are either `DTensor`s, which know their placement, or
-plain tensors within [`across_ranks`][manifoldagg.kernels.shards.across_ranks].
+plain tensors in a context of [`across_ranks`][manifoldagg.kernels.shards.across_ranks].
 """
 
 import zlib
@@ -87,11 +87,11 @@ def across_ranks(group: "dist.ProcessGroup | None" = None, *, replicated: Collec
 
 @contextmanager
 def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
-    """Propagate an exception within this context to all ranks, so that no rank waits for the others forever.
+    """Return a context manager that reports an exception on this rank to all other ranks.
 
-    The other ranks raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names this rank. Use the guard for
-    checks before `sharded.gram` and `sharded.combine`. These two functions contain guards themselves, so do not call
-    them within a guard.
+    The other ranks then raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names this rank, instead of
+    waiting for it forever. Use the guard for checks before a call of `sharded.gram` or `sharded.combine`. Do not call
+    these two functions within the guard, because they contain guards themselves.
 
     Raises:
         ArgumentError: if the tensors are not shards, or if their mesh does not contain this rank.
@@ -111,14 +111,15 @@ def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """The shard of several vectors that is stored on this rank.
+    """The parts of several distributed vectors that the current rank stores.
 
     Attributes:
-        blocks: the blocks of the shard.
-        is_counted: for each segment, whether this rank counts its entries. Only one rank counts a replicated segment.
+        blocks: the partition of the local entries into blocks.
+        is_counted: for each segment, whether this rank adds its entries to a Gram matrix. Only one rank adds a
+            replicated segment.
         segments_checksum: a checksum of the segments, which must be equal on every rank.
-        dtypes_checksum: a checksum of the names and dtypes of the vectors, which must also be equal.
-        local_tensors: the local part of each vector, by its `id`.
+        dtypes_checksum: a checksum of the names and dtypes of the vectors, which must be equal on every rank.
+        local_tensors: a mapping from the `id` of each vector to its local part.
     """
 
     blocks: Blocks
@@ -161,7 +162,10 @@ class LocalShard:
 
 
 def _shard_of_group(vectors: dict[str, Operand], segments: SegmentBounds) -> LocalShard:
-    """Return the shard of plain tensors within `across_ranks`, whose segments already describe the local entries."""
+    """Return the local shard of plain tensors in a context of `across_ranks`.
+
+    The given segments already describe the local entries, so they are used unchanged.
+    """
     group, replicated_segments = SHARD_GROUP.get() or (None, ())
     if replicated_segments and replicated_segments[-1] >= len(segments):
         raise ArgumentError(f"replicated: expected segments below {len(segments)}, got {replicated_segments[-1]}")
@@ -175,7 +179,10 @@ def _shard_of_group(vectors: dict[str, Operand], segments: SegmentBounds) -> Loc
 
 
 def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalShard:
-    """Return the shard of `DTensor`s, and restrict the segments of the whole vector to the local entries."""
+    """Return the local shard of vectors that are `DTensor`s.
+
+    The given segments refer to the whole vector. The function restricts them to the entries that this rank stores.
+    """
     first = vectors["rows[0]"]
     for name, vector in vectors.items():
         _check_placement(name, vector, first)
@@ -208,7 +215,9 @@ def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalSha
 
 
 def _check_placement(name: str, vector: Any, expected_like: Any) -> None:
-    """Check that a vector is a `DTensor` with supported placements, equal to the placements of the first row.
+    """Check that a vector is a `DTensor` with the same device mesh and placements as the first row.
+
+    Each placement must be `Shard(0)` or `Replicate()`.
 
     Raises:
         ArgumentError: if a placement is neither `Shard(0)` nor replicated, or if the mesh or the placements differ.
@@ -226,7 +235,7 @@ def _check_placement(name: str, vector: Any, expected_like: Any) -> None:
 
 
 def _to_local(vector: Any) -> Tensor:
-    """Return the local tensor of a `DTensor`, after any pending communication has completed."""
+    """Return the local tensor of a `DTensor`, after all pending communication has completed."""
     with torch.no_grad():
         local = vector.to_local()
     # A DTensor may return an asynchronous tensor, which must be complete before its memory is read.

@@ -1,7 +1,7 @@
-"""Rows whose entries are stored in several tensors, such as the parameters of a model.
+"""Lists of tensors, such as the parameters of a model, that the kernels treat as one long vector.
 
-The kernels treat the tensors as one long vector and read them in place, so a model need not be copied into one vector.
-The module also describes the memory of the tensors for the compiled backend.
+The kernels read the tensors in place, so the parameters need not be copied into one vector. The module also encodes the
+addresses, strides and dtypes of tensors for the compiled backend.
 """
 
 from array import array
@@ -65,7 +65,10 @@ CPU_ONLY = frozenset({CPU})
 
 
 def set_reader(reader: Reader | None) -> Reader | None:
-    """Set the native reader of tensor lists, and return the previous reader. `None` disables native reading."""
+    """Set the native function that reads the attributes of tensor lists, and return the previous function.
+
+    If `reader` is `None`, the attributes are read in Python.
+    """
     global _reader
     before, _reader = _reader, reader
     return before
@@ -73,16 +76,17 @@ def set_reader(reader: Reader | None) -> Reader | None:
 
 @lru_cache(maxsize=64)
 def _unpack(numbers: bytes) -> tuple[int, ...]:
-    """Decode 64-bit integers. Equal inputs return the same cached tuple, which is fast to compare."""
+    """Decode a byte string of 64-bit integers."""
+    # Equal inputs return the same cached tuple, and comparing identical tuples is fast.
     return tuple(array("q", numbers))
 
 
 class _lazy(Generic[T]):
     """A property of a tensor list that is computed at the first access and then cached.
 
-    The first access to any of these properties calls the native reader, which sets most of them at once.
-    `functools.cached_property` is too slow, because some Python versions acquire a lock in it that takes longer than
-    the computation.
+    The first access to any such property calls the native reader, which computes most of the properties at once. The
+    class replaces `functools.cached_property`, which acquires a lock in some Python versions. Acquiring the lock takes
+    longer than computing the property.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
@@ -100,13 +104,13 @@ class _lazy(Generic[T]):
 
 
 class TensorList(tuple[Tensor, ...]):
-    """A row that consists of the entries of several tensors of any shapes and dtypes, one tensor after another.
+    """A tuple of tensors that the kernels treat as one long vector.
 
-    A tensor list is a tuple of tensors. The kernels also accept a plain tuple, but convert it again on each call. A
-    `TensorList` reads the attributes of its tensors in the first call and reuses them in later calls.
+    The tensors can have any shapes and dtypes. The kernels also accept a plain tuple of tensors, but read its shapes,
+    dtypes and addresses again in each call. A `TensorList` caches these attributes.
 
-    Because of this cache, a tensor list is valid during one step only. In that time, the values of its tensors may
-    change, but not their shape, dtype and storage.
+    Use a tensor list during one aggregation step only. In that time, the values of its tensors may change, but their
+    shapes, dtypes and storage must not, because the cache would become invalid.
 
     Example:
         >>> from manifoldagg.kernels import combine, gram
@@ -143,9 +147,9 @@ class TensorList(tuple[Tensor, ...]):
 
     @property
     def form(self) -> bytes:
-        """A key that is equal for lists whose tensors have equal shapes and dtypes.
+        """A key that is equal for two tensor lists if their tensors have equal shapes and dtypes.
 
-        If the native reader does not support the tensors, the key is `b""`. Otherwise, the tensors are dense,
+        If the native reader does not support the tensors, the key is `b""`. Otherwise, all tensors are dense,
         allocated, on the CPU, and not negative views.
         """
         if "table" not in self.__dict__:
@@ -215,7 +219,10 @@ class TensorList(tuple[Tensor, ...]):
         return result
 
     def describe(self) -> bytes:
-        """Return the address, stride and dtype of each tensor for `native.cpp`, or `b""` for unsupported tensors."""
+        """Encode the address, stride and dtype of each tensor for `native.cpp`.
+
+        If `native.cpp` cannot read the tensors, the result is `b""`.
+        """
         known = self.__dict__
         if "descriptors" not in known:
             # This function reads everything that a kernel needs. Each separate property would cost two more calls.
@@ -250,9 +257,9 @@ class TensorList(tuple[Tensor, ...]):
 
 
 def _descriptors(row: TensorList) -> bytes:
-    """Return the address, stride and dtype of contiguous tensors as three 64-bit integers each.
+    """Encode the address, stride and dtype of each contiguous tensor as three 64-bit integers.
 
-    The result is `b""` if the memory of a tensor does not contain its values.
+    If the memory of a tensor does not contain its values, the result is `b""`. An example is a negative view.
     """
     addresses = row.addresses
     # A negative view stores the negated values of its entries, so its memory must not be read directly.
@@ -272,9 +279,10 @@ def _descriptors(row: TensorList) -> bytes:
 
 
 def describe_vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes:
-    """Return the address, stride and dtype of each piece of a vector for `native.cpp`.
+    """Encode the address, stride and dtype of a vector for `native.cpp`.
 
-    If `native.cpp` cannot read the vector, the result is `b""`.
+    With `lengths`, the vector is divided into pieces of these lengths, and the result describes each piece. If
+    `native.cpp` cannot read the vector, the result is `b""`.
 
     Args:
         vector: a vector on the CPU.
@@ -324,7 +332,11 @@ def edges(lengths: tuple[int, ...]) -> np.ndarray:
 
 
 def overlapping_pieces(borders: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Return the pieces that overlap the range from `start` to `stop`, each with the covered range of its entries.
+    """Find the pieces of a row that overlap the entries from `start` to `stop`.
+
+    `borders` contains the offset of each piece, followed by the end of the last piece. The function returns a triple
+    for each overlapping piece: its index, and the start and the stop of the overlap relative to the offset of the
+    piece.
 
     Example:
         >>> overlapping_pieces([0, 2, 2, 5], 1, 4)

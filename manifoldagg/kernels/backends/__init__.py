@@ -1,3 +1,3 @@
-"""Implementations of the two kernels in PyTorch (`reference`), C++ (`cpu`) and Triton (`triton`)."""
+"""Implementations of the kernels `gram` and `combine` in PyTorch (`reference`), C++ (`cpu`) and Triton (`triton`)."""
 
 __all__: list[str] = []

@@ -1,9 +1,9 @@
-"""Arguments of a Triton launch, encoded so that new values do not make Triton compile the kernel again.
+"""Encoding of the arguments of a Triton launch, so that new argument values do not cause a recompilation.
 
-Triton compiles a separate version of a kernel for each combination of integer arguments that are 1 or divisible by 16.
-Addresses, strides and coefficients differ between launches, so they would cause an unbounded number of compilations.
-They are therefore passed as *opaque* integers, which are always odd and greater than 1. This encoding also hides how
-the addresses are aligned, so the constant `is_aligned` declares the alignment to the kernel.
+Triton compiles separate versions of a kernel for integer arguments that are 1 and for those that are divisible by 16.
+Addresses, strides and coefficients differ between launches, so they would cause many compilations. They are therefore
+passed as opaque integers, which are always odd and greater than 1. This encoding also hides the alignment of the
+addresses, so the constant `is_aligned` declares the alignment to the kernel.
 """
 
 import struct
@@ -53,9 +53,10 @@ class LaunchOperands:
     def of(
         operands: Sequence[Any], lengths: tuple[int, ...] | None = None, blocks: Blocks | None = None
     ) -> "LaunchOperands":
-        """Number the distinct rows, starting with the rows that occur more than once.
+        """Assign an index to each distinct row of a launch.
 
-        The kernel reads these shared rows only once, and keeps them in registers.
+        Rows that occur more than once get the lowest indices. The kernel reads each of these rows only once and keeps
+        it in registers.
 
         Args:
             operands: vectors, tuples of contiguous tensors of one dtype, or `None`.
@@ -97,7 +98,7 @@ class LaunchOperands:
 
 def _memory_key(row: Operand) -> tuple[Any, torch.dtype, int]:
     # The tensors of a tensor list are contiguous here, so its stride is 1.
-    """Return the address, dtype and stride of a row. Rows with equal keys contain the same entries."""
+    """Return a key that identifies the memory of a row: its address, dtype and stride."""
     if isinstance(row, Tensor):
         return row.data_ptr(), row.dtype, row.stride(0)
     return row.addresses, row[0].dtype, 1
@@ -106,7 +107,11 @@ def _memory_key(row: Operand) -> tuple[Any, torch.dtype, int]:
 def _address_table(
     order: Sequence[tuple[Any, torch.dtype, int]], lengths: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """Build a table on the device with one line for each row: the addresses of its pieces, and its stride."""
+    """Build a table on the device with the addresses and the stride of each row.
+
+    The rows are divided into pieces, such as the tensors of a model. Each line of the table contains the addresses of
+    the pieces of one row, followed by the stride of this row.
+    """
     table = np.empty((len(order), len(lengths) + 1), np.int64)
     for line, (address, dtype, stride) in zip(table, order, strict=True):
         line[:-1] = address if isinstance(address, tuple) else address + edges(lengths)[:-1] * stride * dtype.itemsize
@@ -116,7 +121,11 @@ def _address_table(
 
 @lru_cache(maxsize=64)
 def piece_tables(lengths: tuple[int, ...], blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two cached tables on the device: the edges of the pieces, and the first piece that each block overlaps."""
+    """Return two cached tables that describe how rows are divided into pieces, on the device.
+
+    The pieces are, for example, the tensors of a model. The first table contains the offset of each piece and the end
+    of the last piece. The second table contains, for each block, the index of the first piece that overlaps the block.
+    """
     borders = edges(lengths)
     # `side="right"` skips empty pieces, whose start is equal to the start of the next piece.
     first = np.searchsorted(borders, blocks.table[:, 0], side="right") - 1
@@ -124,7 +133,9 @@ def piece_tables(lengths: tuple[int, ...], blocks: Blocks, device: torch.device)
 
 
 def opaque(value: int) -> int:
-    """Encode an integer from 0 to 2^61 as an odd 64-bit integer, so that Triton does not specialise on it.
+    """Encode an integer from 0 to 2^61 as an odd 64-bit integer greater than 1.
+
+    Triton treats all such integers alike, so a new value does not cause a recompilation.
 
     Example:
         >>> [opaque(n) - 2**41 for n in (0, 1, 16)]
@@ -135,7 +146,9 @@ def opaque(value: int) -> int:
 
 
 def opaque_floats(values: Sequence[float]) -> tuple[int, ...]:
-    """Encode each number as two opaque integers, because Triton would round a float argument to float32.
+    """Encode the lower and the upper 32 bits of each float64 number as two opaque integers.
+
+    Triton would round a float argument to float32, but it passes integers unchanged.
 
     Example:
         >>> [hex((n >> 1) - 2**40) for n in opaque_floats([1.0])]

@@ -1,8 +1,8 @@
-"""The compiled CPU backend, which passes the memory of tensors to `native.cpp` without copying.
+"""The CPU backend, which calls the compiled code of `native.cpp` on the memory of tensors without copying it.
 
-Wheels for Linux on x86-64 include prebuilt libraries for two CPU levels. On other machines, the first use compiles the
-library and stores it in the user's cache directory. The file name is a hash of the source, the compiler, its flags and
-the processor, so other processes reuse the library as long as none of these changes.
+Wheels for Linux on x86-64 include prebuilt libraries for two CPU levels. Without a suitable library, the backend
+compiles one at the first use and stores it in the user's cache directory. The file name contains a hash of the source
+code, the compiler, the compiler flags and the processor. Other processes reuse the file if all of these are the same.
 """
 
 import ctypes
@@ -58,7 +58,10 @@ MIN_STREAMING_BYTES = 1 << 22
 
 
 def unavailable() -> str | None:
-    """Return the reason why the backend is unavailable, or `None`. The first call builds the library."""
+    """Return the reason why the CPU backend is unavailable, or `None` if it is available.
+
+    The first call loads the compiled library, and builds it if necessary.
+    """
     found = _find_library()
     return found if isinstance(found, str) else None
 
@@ -75,11 +78,12 @@ def origin() -> str:
 
 
 def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
-    r"""Compute the products of all pairs of rows over each block.
+    r"""Compute the inner products of all pairs of rows, separately for each block of consecutive entries.
 
-    The result is a float64 array (B, k(k+1)/2). It contains $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and
-    each pair $j \le i$ of rows. If the tensors are not on the CPU, have an unsupported dtype, or are not in plain
-    memory, the result is `None`.
+    For k rows $r_i$ and B blocks, the result is a float64 array (B, k(k+1)/2). It contains the sum
+    $\sum_{p \in b} r_i[p]\, r_j[p]$ over the entries $p$ of each block $b$, for each pair of rows $r_i$ and $r_j$ with
+    $j \le i$. If the tensors are not on the CPU, have an unsupported dtype, or are not in plain memory, the function
+    returns `None`.
     """
     if rows.tables is None:
         return None
@@ -100,10 +104,12 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
 def combine(
     base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
 ) -> Operand | None:
-    r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ for rows $r_j$, with the coefficients $c^{(s)}$ in segment $s$.
+    r"""Compute a base row plus a linear combination of rows, and write the result into the row `out`.
 
-    The sum is formed in float64 and rounded once. If the tensors are not on the CPU, have an unsupported dtype, or are
-    not in plain memory, the result is `None`, and nothing is written.
+    Each segment $s$ of the rows, such as the parameters of one layer, has its own coefficients $c^{(s)}_j$. With the
+    rows $r_j$, the result in this segment is $out = base + \sum_j c^{(s)}_j\, r_j$. Each entry is computed in float64
+    and rounded once. If the tensors are not on the CPU, have an unsupported dtype, or are not in plain memory, the
+    function returns `None` and writes nothing.
     """
     if rows.tables is None:
         return None
@@ -129,7 +135,10 @@ def combine(
 
 
 def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[bool]) -> bool | None:
-    """Compute several linear combinations from the values that the operands have before the first write.
+    """Compute several linear combinations of rows in one pass over the rows.
+
+    All combinations use the values that the rows have before the call, even if a combination overwrites one of the
+    rows.
 
     Args:
         combinations: linear combinations of tensor lists of equal lengths.
@@ -158,10 +167,11 @@ def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[b
 
 
 def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCombination]) -> np.ndarray | None:
-    """Compute the `block_products` of rows, and linear combinations with one coefficient per row, in one pass.
+    """Compute inner products of rows and several linear combinations of rows in one pass over the rows.
 
-    If the tensors are not on the CPU, have an unsupported dtype, or are not in plain memory, the result is `None`, and
-    nothing is written.
+    The inner products are those of `block_products`. In a linear combination, each row has a single coefficient for all
+    of its entries. If the tensors are not on the CPU, have an unsupported dtype, or are not in plain memory, the
+    function returns `None` and writes nothing.
 
     Args:
         rows: the rows of the products.
@@ -189,9 +199,11 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Compute the high parts $h$ (S, n) of `reduction.pairwise_sum` in compiled code, with the same bits.
+    """Compute the high parts of the sums of `reduction.pairwise_sum` in compiled code.
 
-    The array `block_sums` serves as scratch memory and is overwritten.
+    Each sum consists of a high part and a low part, which contains the rounding error. The result (S, n) has the same
+    bits as the high parts that the Python function computes. The array `block_sums` is overwritten, because it serves
+    as scratch memory.
     """
     # The library computes addresses from the width alone, so the array must be contiguous.
     block_sums = np.ascontiguousarray(block_sums)
@@ -208,8 +220,8 @@ def _describe_goals(
 ) -> "tuple[array[int], list[Any]] | None":
     """Encode linear combinations as the table of integers that `native.cpp` reads.
 
-    The table contains addresses. The second result therefore lists the objects that own this memory, and the caller
-    must keep them alive during the native call. If a row cannot be read natively, the result is `None`.
+    The table contains memory addresses. The function therefore also returns a list of the objects that own this memory.
+    The caller must keep the list alive during the native call. If the library cannot read a row, the result is `None`.
     """
     table = array("q")
     owners: list[Any] = []
@@ -231,14 +243,20 @@ def _describe_goals(
 
 
 def _describe(row: Operand | None, lengths: tuple[int, ...] | None) -> bytes:
-    """Return the descriptors of a row for `native.cpp`, or `b""` if the library cannot read the row."""
+    """Encode the address, stride and dtype of each tensor of a row for `native.cpp`.
+
+    If the library cannot read the row, the result is `b""`.
+    """
     if row is None:
         return NULL_DESCRIPTOR * (1 if lengths is None else len(lengths))
     return row.describe() if isinstance(row, TensorList) else describe_vector(row, lengths)
 
 
 def _use_streaming_store(read: Sequence[Operand], size: int, out: Operand) -> bool:
-    """Return whether to write the target past the cache, which is faster if it is large and not an operand."""
+    """Return whether the result should be written with streaming stores, which bypass the cache.
+
+    Streaming stores are faster if the target row is large and is not also an operand.
+    """
     itemsize = out.itemsize if isinstance(out, Tensor) else max(dtype.itemsize for dtype in out.dtypes)
     if size * itemsize < MIN_STREAMING_BYTES:
         return False
@@ -263,7 +281,10 @@ def _require_library() -> ctypes.CDLL:
 
 @cache
 def _find_library() -> ctypes.CDLL | str:
-    """Load or build the library and install its tensor reader. Return the library, or the reason for a failure."""
+    """Load or build the compiled library, and install its reader of tensor lists.
+
+    If this fails, the result is a string that states the reason.
+    """
     found = _load_or_build()
     if not isinstance(found, str):
         set_reader(load_reader(Path(found._name)))
@@ -271,9 +292,10 @@ def _find_library() -> ctypes.CDLL | str:
 
 
 def _load_or_build() -> ctypes.CDLL | str:
-    """Return the prebuilt library, the cached library, or a newly compiled library, in this order of preference.
+    """Load the prebuilt library, the library in the cache directory, or a newly compiled library.
 
-    If no library can be loaded, return the reason as a string.
+    The function tries these libraries in the given order. If none of them can be loaded, the result is a string that
+    states the reason.
     """
     shipped = _find_prebuilt(SOURCE.parent, _cpu_features().split())
     if shipped is not None:
@@ -298,7 +320,11 @@ def _load_or_build() -> ctypes.CDLL | str:
 
 
 def _find_prebuilt(folder: Path, features: Iterable[str]) -> ctypes.CDLL | None:
-    """Return the prebuilt library for the best supported CPU level, or `None` if none can be loaded."""
+    """Load the prebuilt library for the highest CPU level that the processor supports.
+
+    A CPU level, such as x86-64-v3, is a set of processor features. If no prebuilt library can be loaded, the result is
+    `None`.
+    """
     for level, needed in CPU_LEVELS.items():
         path = folder / f"native-{level}.so"
         if needed.issubset(features) and path.exists():
@@ -333,7 +359,11 @@ def _load(path: Path) -> ctypes.CDLL:
 
 @contextmanager
 def _cache_dir() -> Iterator[Path]:
-    """Yield the user's cache directory for compiled libraries, or a temporary directory if that one is unusable."""
+    """Return a context manager that provides a directory for compiled libraries.
+
+    This is the user's cache directory if it is writable and belongs to the user. Otherwise, it is a temporary
+    directory, which is deleted at the end of the context.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         folder = Path(os.environ.get("MANIFOLDAGG_CACHE") or Path(cache) / "manifoldagg").expanduser()
@@ -351,7 +381,10 @@ def _cache_dir() -> Iterator[Path]:
 
 
 def _build_key(compiler: str) -> str:
-    """Return a hash of everything on which a library depends: source, flags, compiler and processor."""
+    """Return a hash of everything that determines the compiled library.
+
+    The hash covers the source code, the compiler, the compiler flags and the processor.
+    """
     # The modification time of the compiler detects an update, without the cost of running the compiler.
     binary = Path(compiler).resolve()
     system = (platform.machine(), platform.libc_ver(), _cpu_features())
@@ -360,7 +393,10 @@ def _build_key(compiler: str) -> str:
 
 
 def _cpu_features() -> str:
-    """Return the line of `/proc/cpuinfo` that lists the processor features, or else the name of the processor."""
+    """Return the line of `/proc/cpuinfo` that lists the features of the processor.
+
+    If the line does not exist, return the name of the processor.
+    """
     processor = Path("/proc/cpuinfo")
     lines = processor.read_text().splitlines() if processor.exists() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

@@ -1,7 +1,8 @@
-"""The reference backend in plain PyTorch, which processes one cache-sized block after another.
+"""The reference backend, which implements the kernels in plain PyTorch.
 
-The order of a sum would depend on the number of threads if torch split an operation over threads. A single block is too
-small for torch to split, so the results do not depend on the number of threads.
+The backend processes one cache-sized block of entries after another. If PyTorch split a sum over several threads, the
+rounding errors would depend on the number of threads. A single block is too small to be split, so the results do not
+depend on the number of threads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,10 +28,11 @@ def unavailable() -> str | None:
 
 @torch.no_grad()
 def block_products(rows: Operands, blocks: Blocks, scales: np.ndarray | None = None) -> np.ndarray:
-    r"""Compute the products of all pairs of rows over each block.
+    r"""Compute the inner products of all pairs of rows, separately for each block of consecutive entries.
 
-    The result is a float64 array (B, k(k+1)/2). It contains $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and
-    each pair $j \le i$ of rows. If `scales` is an integer array $e$ (S, k), row $i$ is first multiplied by $2^{e_{si}}$
+    For k rows $r_i$ and B blocks, the result is a float64 array (B, k(k+1)/2). It contains the sum
+    $\sum_{p \in b} r_i[p]\, r_j[p]$ over the entries $p$ of each block $b$, for each pair of rows $r_i$ and $r_j$ with
+    $j \le i$. If `scales` is given, it is an integer array $e$ (S, k), and row $i$ is first multiplied by $2^{e_{si}}$
     in segment $s$.
     """
     k = len(rows.plus)
@@ -53,9 +55,11 @@ def block_products(rows: Operands, blocks: Blocks, scales: np.ndarray | None = N
 def combine(
     base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
 ) -> Operand:
-    r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ for rows $r_j$, with the coefficients $c^{(s)}$ in segment $s$.
+    r"""Compute a base row plus a linear combination of rows, and write the result into the row `out`.
 
-    The sum is formed in float64 and rounded once.
+    Each segment $s$ of the rows, such as the parameters of one layer, has its own coefficients $c^{(s)}_j$. With the
+    rows $r_j$, the result in this segment is $out = base + \sum_j c^{(s)}_j\, r_j$. Each entry is computed in float64
+    and rounded once.
     """
     # One buffer accumulates the sum, and the other receives one row after another.
     lines = _BlockReader(rows, blocks, 2)
@@ -74,10 +78,10 @@ def combine(
 
 
 class _BlockReader:
-    """A reader of rows that converts them to float64 block by block.
+    """A reader that converts rows to float64, one block of entries after another.
 
-    Iterating over the reader yields the index and the segment of each block. During the iteration, `buffers` contains
-    the current block of each row. `matrices` is a view of the buffers as a batch of small matrices with
+    Iterating over the reader yields the index and the segment of each block. The method `read` then copies the current
+    block of a row into one of the `buffers`. `matrices` is a view of all buffers as a batch of small matrices with
     `PRODUCT_COLUMNS` columns.
     """
 
@@ -137,7 +141,10 @@ class _BlockReader:
             at += stop - start
 
     def read(self, b: int, j: int, buffer: Tensor) -> None:
-        """Read block b of row j into a float64 buffer. The last subtrahend is cached, because rows often share it."""
+        """Read block b of row j into a float64 buffer, and subtract the subtrahend of the row.
+
+        The reader caches the block of the last subtrahend, because several rows often have the same subtrahend.
+        """
         # The conversion to float64 is exact. It precedes the subtraction, because a difference of nearly equal numbers
         # in a narrower dtype would lose their low bits.
         self.load(self.views[id(self.rows.plus[j])], b, buffer)

@@ -1,11 +1,11 @@
-"""Selection of the backend that executes the kernels.
+"""Selection of the backend that executes the kernels `gram` and `combine`.
 
-The function `set_backend` or the environment variable `MANIFOLDAGG_BACKEND` selects a backend. The default is `"auto"`:
-`triton` for CUDA tensors and `cpu` for CPU tensors, if they are available.
+The function `set_backend` or the environment variable `MANIFOLDAGG_BACKEND` selects a backend. The default is `"auto"`,
+which selects `triton` for CUDA tensors and `cpu` for CPU tensors, if these backends are available.
 
-A backend is a module with the functions `block_products` and `combine`, which receive rows in the form that
-`Operands.prepare` returns. If a backend cannot read the tensors of a call, these functions return `None` without side
-effects, and the reference backend computes the result.
+A backend is a module with the functions `block_products` and `combine`. Both functions receive rows that
+`Operands.prepare` has returned. If a backend cannot read the tensors of a call, its function returns `None` without
+side effects, and the reference backend computes the result.
 """
 
 import functools
@@ -50,10 +50,10 @@ _selected: str | None = None
 
 
 def set_backend(name: str) -> str:
-    """Select the backend for all threads.
+    """Select the backend that executes the kernels, for all threads.
 
     The backend `cpu` reads tensors on the CPU, and `triton` reads tensors on a CUDA device. If the selected backend
-    cannot read the tensors of a call, the reference backend computes the result.
+    cannot read the tensors of a call, the reference backend computes the result of this call.
 
     Args:
         name: `"reference"`, `"cpu"`, `"triton"` or `"auto"`. `"auto"` selects `triton` for CUDA tensors and `cpu` for
@@ -103,10 +103,11 @@ def backend_for(device: torch.device) -> ModuleType:
 
 
 def block_products(rows: Operands, blocks: Blocks) -> np.ndarray:
-    r"""Compute the products of all pairs of rows over each block.
+    r"""Compute the inner products of all pairs of rows, separately for each block of consecutive entries.
 
-    The result is a float64 array (B, k(k+1)/2). It contains $\sum_{p \in b} r_i[p]\, r_j[p]$ for each block $b$ and
-    each pair $j \le i$ of rows.
+    For k rows $r_i$ and B blocks, the result is a float64 array (B, k(k+1)/2). It contains the sum
+    $\sum_{p \in b} r_i[p]\, r_j[p]$ over the entries $p$ of each block $b$, for each pair of rows $r_i$ and $r_j$ with
+    $j \le i$.
     """
     rows = rows.prepare()
     found: np.ndarray | None = backend_for(rows.device).block_products(rows, blocks)
@@ -116,9 +117,11 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray:
 def combine(
     base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
 ) -> None:
-    r"""Compute $out = base + \sum_j c^{(s)}_j r_j$ for rows $r_j$, with the coefficients $c^{(s)}$ in segment $s$.
+    r"""Compute a base row plus a linear combination of rows, and write the result into the row `out`.
 
-    The sum is formed in float64 and rounded once.
+    Each segment $s$ of the rows, such as the parameters of one layer, has its own coefficients $c^{(s)}_j$. With the
+    rows $r_j$, the result in this segment is $out = base + \sum_j c^{(s)}_j\, r_j$. Each entry is computed in float64
+    and rounded once.
     """
     rows = rows.prepare()
     # Backends read and write contiguous tensors. Other targets are written through a temporary copy.
@@ -132,7 +135,10 @@ def combine(
 
 
 def combine_many(combinations: Sequence[LinearCombination]) -> None:
-    """Compute several linear combinations in place, in one pass over all rows if the backend supports it.
+    """Compute several linear combinations of rows, and write each result into its target row.
+
+    A target may also be an operand, because all combinations use the values from before the call. If the backend
+    supports it, a single pass over the rows computes all combinations.
 
     Args:
         combinations: linear combinations of tensor lists of equal lengths. A target must not overlap other targets.
@@ -162,7 +168,10 @@ def combine_many(combinations: Sequence[LinearCombination]) -> None:
 
 
 def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCombination]) -> np.ndarray:
-    """Compute the `block_products` of rows and several linear combinations, in one pass if the backend supports it."""
+    """Compute inner products of rows, as `block_products` does, and several linear combinations of rows.
+
+    If the backend supports it, a single pass over the rows computes everything.
+    """
     rows = rows.prepare()
     together = getattr(backend_for(rows.device), "gram_combine", None)
     sums: np.ndarray | None = None if together is None else together(rows, blocks, combinations)
@@ -176,7 +185,10 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
 
 def _combine_sequentially(combinations: Sequence[LinearCombination], deferred: Sequence[bool]) -> None:
     # Deferred outputs are computed first, into temporary memory, while all operands still have their old values.
-    """Compute one linear combination after another, for backends that cannot compute several in one pass."""
+    """Compute several linear combinations one after another.
+
+    This is the fallback for backends that cannot compute several combinations in one pass.
+    """
     held = []
     for goal, late in sorted(zip(combinations, deferred, strict=True), key=lambda pair: not pair[1]):
         target = goal.target.new_empty() if late else goal.target
@@ -189,7 +201,11 @@ def _combine_sequentially(combinations: Sequence[LinearCombination], deferred: S
 
 
 def describe_backends() -> list[tuple[str, str]]:
-    """Return a pair (name, status) for each backend, and a last pair with the selected backend and its speed."""
+    """Return the status of each backend and the current selection, as pairs of a name and a description.
+
+    The last pair describes the selection. If the backend is selected automatically, it includes the measured duration
+    of one aggregation step on the CPU.
+    """
     why = {name: load_backend(name).unavailable() for name in BACKENDS}
     lines = [(name, _describe_available(name) if reason is None else reason) for name, reason in why.items()]
     if (name := _selected or _from_env()) != AUTO:
@@ -214,7 +230,7 @@ def _describe_available(name: str) -> str:
 
 
 def _from_env() -> str:
-    """Return the backend that the environment variable names, without validation. The default is `"auto"`."""
+    """Return the backend name in `MANIFOLDAGG_BACKEND`, or `"auto"`, without validation."""
     return os.environ.get(ENV_VARIABLE) or AUTO
 
 
@@ -247,10 +263,10 @@ def _default_backend(device: str) -> str:
 
 
 def _time_step(name: str) -> float:
-    """Measure the seconds that the kernels take for one step with a CPU backend.
+    """Measure how many seconds a CPU backend needs for one aggregation step.
 
-    A step is one call of `block_products` and one of `combine`. The result is the minimum of three runs, because other
-    processes can only slow down a run.
+    A step consists of one call of `block_products` and one call of `combine`. The result is the minimum of three runs,
+    because other processes can only slow down a run.
     """
     base, *vectors = [torch.full((BENCHMARK_SIZE,), float(i), dtype=torch.float32, device="cpu") for i in range(4)]
     rows = Operands.of(vectors, base).prepare()

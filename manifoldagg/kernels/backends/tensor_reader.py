@@ -1,7 +1,8 @@
-"""The native reader of tensor lists, which reads address, shape, strides and dtype of all tensors in one C call.
+"""The native reader of tensor lists, which reads the attributes of all tensors in a single C call.
 
-The reader needs the C exchange API of DLPack. If the installed PyTorch does not have this API,
-[`TensorList`][manifoldagg.kernels.TensorList] reads each attribute in Python, which is slower.
+The attributes are the address, shape, strides and dtype. The reader needs the C exchange API of DLPack. If the
+installed PyTorch does not have this API, [`TensorList`][manifoldagg.kernels.TensorList] reads each attribute in Python,
+which is slower.
 """
 
 import ctypes
@@ -26,9 +27,10 @@ PYTHON_FUNCTIONS = (
 
 
 def load_reader(path: Path) -> Callable[[tuple[Tensor, ...]], bytes] | None:
-    """Return the reader of the library at `path`, or `None` if this PyTorch or Python does not support it.
+    """Return the native reader in the library at `path`, or `None` if PyTorch or Python does not support it.
 
-    The reader returns the table that `tensor_reader.cpp` describes, or `b""` in these cases:
+    The reader is a function of a tuple of tensors. It returns the table that `tensor_reader.cpp` describes, or `b""` in
+    these cases:
 
     - a tensor is not in plain CPU memory;
     - a tensor is a negative view;

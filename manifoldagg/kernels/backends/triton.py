@@ -79,7 +79,7 @@ Each pair of groups then needs one launch of `block_products`. Fewer rows need a
 
 
 def unavailable() -> str | None:
-    """Return the reason why the backend is unavailable, or `None`.
+    """Return the reason why the Triton backend is unavailable, or `None` if it is available.
 
     If `TRITON_INTERPRET=1` is set before Triton is first imported, the backend runs without a GPU. It then supports
     only CPU tensors and is very slow, so this mode is only useful for tests.
@@ -96,7 +96,10 @@ def unavailable() -> str | None:
 
 
 def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
-    r"""Compute the sums $\sum_p r_i[p]\, r_j[p]$, $j \le i$, over each block.
+    r"""Compute the inner products of all pairs of rows, separately for each block of consecutive entries.
+
+    For each block $b$ and each pair of rows $r_i$ and $r_j$ with $j \le i$, the result contains the sum
+    $\sum_{p \in b} r_i[p]\, r_j[p]$ over the entries $p$ of the block.
 
     Args:
         rows: k rows on a CUDA device.
@@ -140,7 +143,11 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
 def combine(
     base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
 ) -> Operand | None:
-    r"""Compute $out[p] = base[p] + \sum_j c^{(s(p))}_j\, r_j[p]$, in float64 and rounded once.
+    r"""Compute a base row plus a linear combination of rows, and write the result into the row `out`.
+
+    Each segment $s$ of the rows, such as the parameters of one layer, has its own coefficients $c^{(s)}_j$. With the
+    rows $r_j$, the result in this segment is $out = base + \sum_j c^{(s)}_j\, r_j$. Each entry is computed in float64
+    and rounded once.
 
     Args:
         base: (P,), or `None` for zero.
@@ -189,12 +196,18 @@ def combine(
 
 
 def _device() -> str:
-    """Return the device type that the backend supports: `"cpu"` in Triton's interpreter, and `"cuda"` otherwise."""
+    """Return the type of device that the backend supports.
+
+    The type is `"cpu"` in Triton's interpreter, and `"cuda"` otherwise.
+    """
     return "cuda" if isinstance(_block_products_kernel, triton.JITFunction) else "cpu"
 
 
 def _supports(rows: Operands, operands: Sequence[Operand]) -> bool:
-    """Return whether the kernels can read these operands: on the supported device, each with one supported dtype."""
+    """Return whether the Triton kernels can read the given operands.
+
+    All operands must be on the supported device, and each operand must have a single, supported dtype.
+    """
     if rows.device.type != _device():
         return False
     found = [{line.dtype} if isinstance(line, Tensor) else line.dtypes for line in operands]
@@ -235,9 +248,9 @@ def _decode(value):
 @_jit
 @no_type_check
 def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIGNED: constexpr):
-    """Return pointers to the given entries of vector t.
+    """Return pointers to the entries of vector t at the given offsets.
 
-    A bf16 entry is addressed as a 16-bit integer, because the kernel converts it by bit operations.
+    The pointers to bf16 entries have the type of 16-bit integers, because the kernel converts bf16 by bit operations.
     """
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
     pointer = _decode(addresses[t]).to(tl.pointer_type(kind))
@@ -250,9 +263,10 @@ def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIG
 @_jit
 @no_type_check
 def _piece_pointers(t: constexpr, piece, addresses, strides, offsets, mask, DTYPES: constexpr):
-    """Return pointers to the given entries of row t, their mask, and the start of the following piece.
+    """Return pointers to the entries of row t at the given offsets, for one piece of the row.
 
-    A piece is the part of a row that one tensor contains. The mask excludes entries of other pieces.
+    A piece is the part of a row that one tensor contains. The function also returns a mask, which excludes the entries
+    of other pieces, and the offset of the following piece.
     """
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
     count = _decode(strides[0])
@@ -266,9 +280,10 @@ def _piece_pointers(t: constexpr, piece, addresses, strides, offsets, mask, DTYP
 @_jit
 @no_type_check
 def _find_piece(piece, addresses, low):
-    """Return the piece that contains the entry `low`.
+    """Return the index of the piece that contains the entry `low` of a row.
 
-    The search goes upwards from `piece`. It is short, because the kernels visit the tiles in ascending order.
+    A piece is the part of a row that one tensor contains. The search goes upwards from the index `piece`. The search is
+    short, because the kernels visit the entries in ascending order.
     """
     while tl.load(addresses[1] + piece + 1) <= low:
         piece += 1
@@ -280,9 +295,10 @@ def _find_piece(piece, addresses, low):
 def _read(
     t: constexpr, addresses, strides, span, offsets, mask, DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr
 ):  # fmt: skip
-    """Return entries of row t in float64, and 0 for masked entries.
+    """Read entries of row t and convert them to float64. Masked entries are 0.
 
-    `span` is a pair: the index of a piece at or before the first entry, and the offset of the end of the entries.
+    For rows that consist of several pieces, `span` contains two numbers: the index of a piece at or before the first
+    entry, and the offset at which the entries end.
     """
     if PIECES:
         kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
@@ -335,9 +351,10 @@ def _write(
 @_jit
 @no_type_check
 def _block_range(table, WIDTH: constexpr, LANES: constexpr):
-    """Return the bounds of a block, the bounds of its aligned middle, and the positions of the entries of a tile.
+    """Return the bounds of a block and of its aligned middle, and the offsets of the entries in a tile.
 
-    The aligned middle begins and ends at multiples of 16 entries.
+    The aligned middle is the part of the block that begins and ends at multiples of 16 entries. A tile is a group of
+    consecutive entries that the threads of a program process together.
     """
     start = tl.load(table)
     stop = tl.load(table + 1)
@@ -366,7 +383,7 @@ def _add_products(
     sums, addresses, strides, span, offsets, mask, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr,
     DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr,
 ):  # fmt: skip
-    """Add the products of all pairs of rows over one tile to the sums.
+    """Add the products of all pairs of rows, at the entries of one tile, to the running sums.
 
     A tile is a group of consecutive entries that the threads of a program process together.
     """
@@ -393,10 +410,10 @@ def _block_products_kernel(
     table, out, place, addresses, strides, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr, DTYPES: constexpr,
     ALIGNED: constexpr, PIECES: constexpr, WIDTH: constexpr, LANES: constexpr,
 ):  # fmt: skip
-    """Compute the products of all pairs of rows over one block.
+    """Compute the inner products of all pairs of rows over one block of entries.
 
-    Each of the `LANES` threads adds the products of its own entries. At the end of the block, the sums of all threads
-    are added.
+    Each of the `LANES` threads first adds the products at its own entries. At the end of the block, the kernel adds the
+    sums of all threads.
     """
     # The offset of the sums, block * k(k+1)/2, can exceed 2^31, so it needs 64-bit arithmetic.
     block = tl.program_id(0).to(tl.int64)
