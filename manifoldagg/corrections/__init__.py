@@ -1,7 +1,8 @@
-"""Corrections of stale updates, which a server applies before it adds an update to its model.
+"""Corrections of stale updates in asynchronous federated learning.
 
-An update is stale if the server changed its model while the client trained. This change is called the drift. A
-correction computes the corrected update from the inner products of the update and the drift.
+An update is stale if the server changed its model while the client trained. This change of the server's model is called
+the drift. A correction adapts a stale update to the drift before the server adds the update to its model. Most
+corrections need only the inner products of the update and the drift.
 """
 
 from manifoldagg.corrections.automatic import AutoThreshold

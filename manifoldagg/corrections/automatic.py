@@ -1,7 +1,8 @@
-"""OrthoDC with an automatic threshold, estimated from the updates that the server receives.
+"""The correction OrthoDC with a threshold that is chosen automatically for each update.
 
 OrthoDC removes the component of a stale update along the drift, which is the change of the server's model since the
-client started. The threshold decides for each update whether this component is removed.
+client started. The threshold determines which updates are corrected in this way. This module estimates the best
+threshold from the updates that the server receives.
 """
 
 from dataclasses import dataclass, field
@@ -150,9 +151,11 @@ class AutoThreshold(Correction):
 
 
 def regression_slope(covariance: Any, variance: Any) -> Any:
-    r"""Compute the slope $\hat\beta = -\operatorname{Cov} / \operatorname{Var}$, clipped to [0, 1].
+    r"""Compute the slope $\hat\beta = -\operatorname{Cov} / \operatorname{Var}$ of a regression, clipped to [0, 1].
 
-    If the variance is 0, the observations do not determine a slope, and the result is 1.
+    The regression predicts the displacement of a client from the model at which the client starts. Cov is the
+    covariance of the displacement and the starting model, and Var is the variance of the starting model. If Var is 0,
+    the slope is undetermined, and the result is 1.
 
     Example:
         >>> regression_slope(-1.0, 4.0), regression_slope(1.0, 4.0), regression_slope(0.0, 0.0)

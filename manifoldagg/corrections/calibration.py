@@ -1,7 +1,7 @@
 """Calibration of the model from which a client starts its next task, as in OrthoFL.
 
-The client continues from its own model. It receives the progress of the other clients without the component along its
-own progress.
+A client continues to train its own model, so it must receive the progress of the other clients. The calibration adds
+this progress to the client's model, but removes the component along the client's own progress.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -108,10 +108,11 @@ def calibrate(
 def calibrate_frame(
     shifts: Frame, start: Row, granularity: str = "tensor", other_updates: Sequence[Row] | None = None
 ) -> Any:
-    r"""Calibrate a model, given the two shifts as rows of a frame.
+    r"""Compute the result of `calibrate` for two shifts that a frame stores.
 
-    The displacement of the frame is the global shift $\Delta$, and its drift is the client's shift $\Delta_m$. A frame
-    stores only the end points of a shift, so the shifts need no memory of their own.
+    The displacement of the frame is the global shift $\Delta$, which is the change of the global model. The drift of
+    the frame is the client's shift $\Delta_m$, which is the change of the client's model. A frame stores the models
+    before and after a shift instead of their difference, so the shift needs no memory of its own.
 
     Args:
         shifts: the frame, with `segments` if the model has named tensors.
@@ -130,7 +131,10 @@ def calibrate_frame(
 
 
 def _segment_grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) -> list[Gram]:
-    """Return one Gram matrix per tensor. With `granularity="model"`, repeat the matrix of the whole model."""
+    """Return a Gram matrix for each tensor of the model.
+
+    With `granularity="model"`, every tensor gets the Gram matrix of the whole model.
+    """
     if not inner:
         return []
     every = Gram.of(torch.stack(inner), extra=extra)
@@ -138,7 +142,11 @@ def _segment_grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) 
 
 
 def _shift_coefficients(inner: Gram, *, pairwise: bool) -> list[Any]:
-    """Return the coefficients of the global shift, of the client's shift, and of the other updates."""
+    """Compute the coefficients of the shifts that a calibration adds to the client's model.
+
+    The result contains the coefficients of the global shift, of the client's shift, and of the updates of other
+    clients.
+    """
     if not pairwise:
         matrix, _ = OrthoDC(1.0).coefficients(inner)
         weights: list[Any] = matrix[0].tolist()
@@ -154,7 +162,9 @@ Split = tuple[list[list[Tensor]], Callable[[list[Tensor]], Any]]
 
 
 def _split_points(models: dict[str, Any], space: Manifold | None) -> Split:
-    """Split points (P,) at the leaves of the space, and return the function that joins new parts.
+    """Split each vector (P,) into the named tensors of the space.
+
+    The second result is a function that joins new tensors to a vector.
 
     Raises:
         ArgumentError: if the shape of a point is wrong, or if a point is not finite.
@@ -172,7 +182,9 @@ def _split_points(models: dict[str, Any], space: Manifold | None) -> Split:
 
 
 def _split_state_dicts(models: dict[str, Any], space: Manifold | None) -> Split:
-    """Split state dicts at their parameters, and return the function that builds a new state dict.
+    """Split each state dict into its parameters.
+
+    The second result is a function that builds a new state dict from new parameters.
 
     Raises:
         ArgumentError: if the names or shapes differ from those of `start`, or if a parameter is not finite.

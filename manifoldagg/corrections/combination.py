@@ -1,7 +1,7 @@
-"""Deferred linear combinations of the rows of a frame.
+"""Deferred linear combinations of the displacements of an update and the drift of the server's model.
 
-The rows of a frame are the displacements of an update and the drift of the server. A rule returns its new model as a
-combination of these rows. The server computes the combination after it has checked the update.
+An aggregation rule returns the new model of the server as such a combination. The server computes the combination only
+after it has checked the update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,13 +30,14 @@ STATE_NOT_FINITE = "rule's state would not be finite"
 class Combination:
     r"""A deferred linear combination $\sum_j c_j\, r_j$ of the rows $r_j$ of a frame.
 
-    A rule returns its new model, and the sums in its new state, as objects of this class. The server first checks the
-    update and then computes the combinations. A rejected update therefore changes neither the model nor the state.
+    The rows are the displacements of a client's update and the drift of the server's model. An aggregation rule returns
+    its new model and the sums in its new state as combinations. The server checks the update before it computes the
+    combinations. A rejected update therefore changes neither the model nor the state.
 
     Attributes:
-        frame: the frame of the rows.
-        coefficients: $c$, (k,) or (S, k) with one row for each segment.
-        from_current: whether the combination is added to the current model, or is a vector of its own.
+        frame: the frame that contains the rows.
+        coefficients: $c$, (k,) for k rows, or (S, k) with one row of coefficients for each of S segments.
+        from_current: whether the current model is added to the combination.
     """
 
     frame: FrameRows
@@ -74,7 +75,10 @@ class Combination:
         return (current if isinstance(current, TensorList) else TensorList(current)).new_empty()
 
     def fused(self, out: Operand) -> LinearCombination:
-        """Return the combination as an input of `combine_many`, which computes several combinations in one pass."""
+        """Convert the combination to an argument of `combine_many`.
+
+        That function computes several combinations in one pass over the rows.
+        """
         if not self.from_current:
             return self.frame.combination(None, self.coefficients, out)
         line = -self.coefficients if self.frame.is_pseudo_gradient else self.coefficients
@@ -83,9 +87,9 @@ class Combination:
     def check_finite(self, dtypes: Sequence[torch.dtype] | None = None, computed: Row | None = None) -> None:
         """Check that all entries of the result are finite.
 
-        The norms of the rows give an upper bound on the entries. If this bound excludes an overflow, the method does
-        not read the entries. Otherwise, it checks `computed`. If `computed` is not given, the method computes the
-        result tensor by tensor in temporary memory.
+        If `dtypes` is given, the method first computes an upper bound on the entries from the norms of the rows. If
+        this bound excludes an overflow, no entry is read. Otherwise, the method checks every entry of `computed`. If
+        `computed` is not given, the method computes the result tensor by tensor in temporary memory.
 
         Args:
             dtypes: the dtype of each tensor of a sum. Omit it for a new model, which has the dtypes of the current
@@ -115,5 +119,5 @@ class Combination:
 
 
 def tensors_of(row: Row) -> tuple[Tensor, ...]:
-    """Return the tensors of a row. A vector is a single tensor."""
+    """Return the tensors of a row as a tuple. A vector is a single tensor."""
     return row if isinstance(row, tuple) else (row,)

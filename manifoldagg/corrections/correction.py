@@ -1,4 +1,4 @@
-"""Base class for all corrections, their results, and the composition of corrections.
+"""The base class of all corrections, the result of a correction, and compositions of corrections.
 
 A correction adapts a stale update to the current model of the server. An update is stale if the server changed its
 model while the client trained.
@@ -33,17 +33,20 @@ AuxiliaryRow = tuple[str, Tensor, Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class Corrected:
-    """The result of applying a correction to a frame.
+    r"""The result of a correction, which expresses each corrected displacement as a linear combination.
+
+    The corrected displacement $i$ is $\sum_j C_{ij}\, r_j$. The rows $r_j$ of a frame are the displacements of the
+    client's update, the drift of the server's model, and any rows that the correction added.
 
     Attributes:
-        frame: the frame, including the rows that the correction added.
-        gram: the Gram matrix of the rows of `frame`.
-        coefficients: $C$, (n, k), or (S, n, k) with one matrix for each segment.
+        frame: the frame that contains the rows.
+        gram: the Gram matrix of the rows.
+        coefficients: the matrix $C$: (n, k), or (S, n, k) with one matrix for each segment.
         state: the next state of a stateful correction.
         original_gram: the Gram matrix of the original displacements. It differs from `gram` only if a composition
             computed intermediate displacements.
         auxiliary: the inner products (S, k + 1) of the auxiliary vector of `Correction.apply` with the rows and with
-            itself; `None` without such a vector.
+            itself. It is `None` without such a vector.
     """
 
     frame: Frame
@@ -62,7 +65,11 @@ class Corrected:
         return self.gram.corrected(self.coefficients)
 
     def row_coefficients(self, weights: Any) -> Matrix:
-        r"""Compute $\sum_i w_i C_{ij}$: the coefficients of a weighted sum of the corrected rows, (k,) or (S, k)."""
+        r"""Compute the coefficients of a weighted sum of the corrected displacements.
+
+        With the weights $w_i$ and the coefficients $C_{ij}$ of the correction, row $j$ of the frame gets the
+        coefficient $\sum_i w_i C_{ij}$. The shape of the result is (k,), or (S, k) with one row for each segment.
+        """
         # An object array can contain torch numbers with derivatives and symbolic numbers.
         line: Matrix = np.asarray(weights, dtype=object) @ self.coefficients
         return line
@@ -77,10 +84,11 @@ class Corrected:
         return Corrected(frame, gram, np.array([coefficients], dtype=object), None, gram)
 
     def inner_products(self) -> list[list[float]]:
-        r"""Compute the inner products (n, n) of the corrected displacements.
+        r"""Compute the inner products (n, n) of the n corrected displacements.
 
-        The products are $C G C^\top$, where $G$ is the Gram matrix and $C$ are the coefficients. If cancellation leaves
-        only rounding errors in this product, the method computes the corrected displacements and multiplies them.
+        The result is $C G C^\top$, where $C$ contains the coefficients of the correction and $G$ is the Gram matrix of
+        the rows. If cancellation leaves only rounding errors in this product, the method computes the corrected
+        displacements and multiplies them directly.
 
         Raises:
             ArgumentError: if the squared norm of a row overflows.
@@ -97,22 +105,29 @@ class Corrected:
         return inner
 
     def lost_to_cancellation(self) -> bool:
-        """Return whether rounding errors dominate the Gram matrix of the corrected displacements, in any segment."""
+        """Return whether the inner products of the corrected displacements are inaccurate.
+
+        Cancellation can leave only rounding errors if a corrected displacement is much shorter than the original one.
+        The result is `True` if this is the case in any segment of the model.
+        """
         n = self.gram.num_displacements
         left = self.corrected_gram.parts[:, :n, :n]
         return any(lost_to_cancellation(*pair) for pair in zip(left, self.gram.parts, strict=True))
 
     def move(self, weights: Any) -> Any:
-        r"""Return the new model $\Theta^\tau + \sum_i w_i \sum_j C_{ij} r_j$.
+        r"""Return the server's model after a step along a weighted sum of the corrected displacements.
 
-        See [`Frame.move`][manifoldagg.corrections.Frame.move].
+        The new model is $\Theta^\tau + \sum_i w_i \sum_j C_{ij}\, r_j$, with the current model $\Theta^\tau$, the
+        weights $w_i$, the coefficients $C_{ij}$ of the correction, and the rows $r_j$ of the frame.
+        [`Frame.move`][manifoldagg.corrections.Frame.move] describes the result and the errors.
         """
         return self.frame.move(self.gram, np.asarray(weights, dtype=object) @ self.coefficients)
 
     def rows(self) -> list[Row]:
-        """Compute the corrected displacements, each rounded once to the frame's dtype.
+        """Compute the corrected displacements and check that they are finite.
 
-        Displacements of low-rank leaves are not truncated, so they can have a higher rank than the leaf.
+        Each entry is rounded once to the dtype of the frame. If the space has low-rank leaves, the displacements are in
+        float64 instead, and their rank is not truncated.
         """
         # `materialize` would truncate the rank of a low-rank leaf, and a projection then need not remain orthogonal.
         form = self.frame.materialize_exact if self.frame.ambient.leaves else self.frame.materialize
@@ -124,7 +139,10 @@ class Corrected:
         return rows
 
     def displacements(self) -> Float[Tensor, "n P"]:
-        r"""Compute the corrected displacements (n, P) at $\Theta^\tau$, each rounded once to the frame's dtype.
+        r"""Compute the corrected displacements as one tensor (n, P).
+
+        The displacements are tangents at the current model $\Theta^\tau$. Each entry is rounded once to the dtype of
+        the frame.
 
         Raises:
             ArgumentError: if the space has low-rank leaves, because displacements of a low-rank leaf are not vectors.
@@ -181,10 +199,10 @@ class Correction(abc.ABC):
 
     @abc.abstractmethod
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
-        r"""Return the coefficient matrix $C$ and the next state.
+        r"""Compute the coefficient matrix $C$ of the corrected displacements, and the next state.
 
-        The corrected displacement i is $\sum_j C_{ij} r_j$, where $r_1, \dots, r_k$ are the rows of the frame: the
-        displacements, the drift and the rows that `extend` added.
+        The corrected displacement $i$ is $\sum_j C_{ij}\, r_j$. The rows $r_1, \dots, r_k$ of a frame are the
+        displacements of the client's update, the drift of the server's model, and any rows that `extend` added.
 
         Args:
             gram: the inner products of $v_1, \dots, v_n, g$ and of the rows that `extend` added.
@@ -204,9 +222,9 @@ class Correction(abc.ABC):
         return state
 
     def adds_rows(self, frame: Frame) -> bool:
-        """Return whether `extend` adds rows to a frame.
+        """Return whether the method `extend` of this correction adds rows to the given frame.
 
-        The default implementation returns `True` if the class overrides `extend`.
+        By default, this is the case if the subclass overrides `extend`.
         """
         return type(self).extend is not Correction.extend
 
@@ -366,7 +384,10 @@ Rule = TypeVar("Rule", bound=Callable[..., tuple[Matrix, Any]])
 
 
 def by_granularity(coefficients: Rule) -> Rule:
-    """Decorate a method `coefficients` so that `granularity="tensor"` applies it to each segment separately."""
+    """Decorate the method `coefficients` of a correction to implement the option `granularity`.
+
+    With `granularity="tensor"`, the decorated method is applied to each segment (named tensor) of the model separately.
+    """
 
     @wraps(coefficients)
     def each(self: Any, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:

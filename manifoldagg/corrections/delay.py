@@ -1,7 +1,8 @@
-"""Two interpretations of a stale update (`Tangent` and `Position`), and delay compensation by an estimated Hessian.
+"""Interpretations of a stale update as a step or as a model, and first-order delay compensation.
 
-`Tangent` adds the displacement of a client to the current model of the server. `Position` replaces it by the vector
-from the current model to the model of the client.
+With `Tangent`, the server adds the displacement of the client to its current model. With `Position`, the server moves
+from its current model towards the model of the client. `DelayCompensated` adapts a stale gradient with an estimated
+Hessian of the loss.
 """
 
 from collections.abc import Iterator
@@ -28,11 +29,12 @@ EPSILON = 1e-7
 
 @dataclass(frozen=True)
 class Tangent(Correction):
-    r"""The identity correction $\pi v = v$: the server adds the displacement unchanged, as in ASGD.
+    r"""The identity correction $\pi v = v$, which leaves the displacement $v$ of an update unchanged.
 
-    An update is thus interpreted as a tangent, that is, as a step that is valid from any model.
+    The correction interprets an update as a tangent, that is, as a step that is valid from any model. As in ASGD, the
+    server adds the displacement to its current model.
 
-    Source: Manifold (AsyncTan).
+    Source: the method AsyncTan of the Manifold paper.
     """
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
@@ -41,18 +43,20 @@ class Tangent(Correction):
 
 @dataclass(frozen=True)
 class Position(Correction):
-    r"""Replace the displacement by the vector from the current model to the client's model, as in FedAsync.
+    r"""A correction that interprets an update as a position, that is, as the model that the client has reached.
 
-    An update is thus interpreted as a position, that is, as the model that the client has reached. The drift $g$ is the
-    change of the server's model since the client started, so the corrected displacement is
+    As in FedAsync, the corrected displacement is the vector from the server's current model to the client's model. The
+    drift $g$ is the change of the server's model since the client started. On a flat space, the displacement $v$
+    becomes
 
     $$\pi v = v - g.$$
 
-    On a curved space, the result is $\log_{\Theta^\tau}(\exp_{\Theta^t} v)$. This vector differs from the transported
-    $v$ minus $g$ by terms of third order, so the frame gets it as an additional row. If another correction was applied
-    before, $v$ is first transported back to the base.
+    On a curved space, the corrected displacement is $\log_{\Theta^\tau}(\exp_{\Theta^t} v)$, where $\Theta^t$ is the
+    model at which the client started and $\Theta^\tau$ is the current model. This vector differs from the transported
+    $v$ minus $g$ by terms of third order, so it is an additional row of the frame. If another correction was applied
+    before, $v$ is first transported back to $\Theta^t$.
 
-    Source: Manifold (AsyncPos).
+    Source: the method AsyncPos of the Manifold paper.
 
     Example:
         >>> import torch
@@ -202,7 +206,10 @@ class DelayCompensated(Correction):
         return {"mean_square": square}
 
     def _products(self, frame: Frame, state: Any) -> list[torch.Tensor]:
-        r"""Compute $v_i \odot v_i \odot g$ for each i. With `adaptive`, divide by the root of the mean square."""
+        r"""Compute the elementwise products $v_i \odot v_i \odot g$ of the displacements $v_i$ and the drift $g$.
+
+        With `adaptive`, each product is divided by the root of the running mean square of the displacements.
+        """
         n = frame.num_displacements
         # DC-ASGD-a includes the current gradient in the mean square by which the same gradient is divided.
         # The mean square is a new tensor, so it can be modified in place.
@@ -224,16 +231,17 @@ class DelayCompensated(Correction):
 
 
 def _product_name(i: int) -> str:
-    """Return the name of the row that contains the product of displacement i with itself and the drift."""
+    """Return the name of the row that contains the elementwise product of v, v and g."""
     return f"v{i + 1}*v{i + 1}*g"
 
 
 def _frame_chunks(
     frame: Frame, state: Any, others: list[torch.Tensor]
 ) -> Iterator[tuple[Frame, Any, tuple[torch.Tensor, ...]]]:
-    """Yield matching chunks of the frame, of the mean square in the state, and of other vectors.
+    """Iterate over a frame, the mean square in a state, and other vectors in chunks.
 
-    A chunk never extends over two tensors of the model, because the rows of a frame can be lists of tensors.
+    Each iteration yields the same range of entries of each of these objects. A chunk never contains entries of two
+    tensors of the model, because the rows of a frame can be lists of tensors.
     """
     known = []
     if state is not None:
@@ -260,5 +268,8 @@ def _row_tensors(row: Row | None) -> tuple[torch.Tensor, ...]:
 
 
 def _row_part(row: Row, j: int, entries: slice) -> torch.Tensor:
-    """Return the entries of a row that belong to tensor j, as a vector. `entries` is their range in a vector (P,)."""
+    """Return the entries of a row that belong to tensor j of the model, as a vector.
+
+    If the row is a single vector, `entries` is the range of these entries in the vector.
+    """
     return row[j].reshape(-1) if isinstance(row, tuple) else row[entries]

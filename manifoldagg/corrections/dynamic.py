@@ -1,7 +1,8 @@
-"""A correction in three phases, from OrthoGrad early in a run to OrthoPos near a minimum.
+"""A correction in three phases: first OrthoGrad, then `Tangent`, and finally OrthoPos near a minimum.
 
-Both corrections project updates that conflict with the drift, the change of the server's model since the client
-started. OrthoPos also subtracts the drift from all other updates.
+OrthoGrad projects an update that conflicts with the drift, which is the change of the server's model since the client
+started. `Tangent` leaves every update unchanged. OrthoPos projects an update that conflicts with the drift, and
+subtracts the drift from every other update.
 """
 
 from collections.abc import Callable
@@ -124,9 +125,10 @@ class OrthoDyn(Correction):
         return {**state, "mean": frame.materialize(weights, wide)}
 
     def _next_mean(self, coefficients: Matrix) -> Matrix:
-        """Return the coefficients of the next mean step, given the coefficients of the current step.
+        """Compute the coefficients of the next moving average of the server's steps.
 
-        The last row of the frame is the previous mean step.
+        The argument `coefficients` expresses the current step as a linear combination of the rows of the frame. The
+        last of these rows is the previous average.
         """
         after: Matrix = (1 - self.decay) * coefficients
         after[..., -1] = after[..., -1] + self.decay

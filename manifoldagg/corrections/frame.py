@@ -1,4 +1,4 @@
-"""Frames, which store the displacements of an update and the drift of the server as the input of a correction.
+"""Frames, which contain the input of a correction: the displacements of an update and the drift.
 
 A displacement is the change of a client's model during training. The drift is the change of the server's model since
 the client started.
@@ -69,7 +69,10 @@ class Frame(FrameRows):
         segments: Mapping[str, int] | None = None,
         ambient: AmbientSpace = FLAT_AMBIENT,
     ) -> "Frame":
-        r"""Build the frame of control points in a flat space, with the rows $v_i$ = `points[i] - base`.
+        r"""Build the frame of an update that consists of control points in a flat space.
+
+        A control point is a model that the client returns, such as the end of its training path. The displacement to a
+        control point is `points[i] - base`, where `base` is the model at which the client started.
 
         Args:
             points: n rows.
@@ -97,10 +100,10 @@ class Frame(FrameRows):
     def of_gradients(
         gradients: Sequence[Row], base: Row, current: Row, *, segments: Mapping[str, int] | None = None
     ) -> "Frame":
-        r"""Build the frame of pseudo-gradients $\Theta^t - \varphi_i$ in a flat space.
+        r"""Build the frame of an update that consists of pseudo-gradients in a flat space.
 
-        A pseudo-gradient is the negative displacement $-v_i$ to a control point $\varphi_i$. For a common sign, the
-        frame stores the negative drift $-g$ too.
+        A pseudo-gradient is the base model minus a control point, $\Theta^t - \varphi_i$. It is therefore the negative
+        of a displacement $v_i$. So that all rows have the same sign, the frame also stores the negative drift $-g$.
 
         Example:
             >>> import torch
@@ -185,7 +188,9 @@ class Frame(FrameRows):
         return Frame(rows, (None,) * len(rows), segments, transporter=transporter, base_displacements=displacements)
 
     def for_state(self, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
-        r"""Return the linear combination $\sum_j c_j\, r_j$ of the rows, to be stored in the state of a rule.
+        r"""Return a linear combination $\sum_j c_j\, r_j$ of the rows $r_j$ for the state of an aggregation rule.
+
+        On a flat space, the server computes the combination at the end of the step.
 
         Args:
             coefficients: one for each row, or (S, k) with one row for each segment.
@@ -200,9 +205,10 @@ class Frame(FrameRows):
     def move(self, gram: Gram | None, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
         r"""Return the new model $\Theta^\tau + \sum_j c_j\, r_j$, and check that all its entries are finite.
 
-        The check usually reads no tensor. An entry changes by at most $\sum_j |c_j| \sqrt{G_{jj}}$, where $G$ is the
-        Gram matrix. If this bound is below a quarter of the spacing of the two largest numbers of each dtype, no entry
-        can overflow. Otherwise, the method computes and checks the sum tensor by tensor, in temporary memory.
+        Here, $\Theta^\tau$ is the current model, and $r_j$ are the rows of the frame. An entry changes by at most
+        $\sum_j |c_j| \sqrt{G_{jj}}$, where $G$ is the Gram matrix of the rows. If this bound is below a quarter of the
+        spacing of the two largest numbers of each dtype, no entry can overflow, and the check reads no tensor.
+        Otherwise, the method computes the new model tensor by tensor in temporary memory, and checks each entry.
 
         Args:
             gram: the Gram matrix of the rows; `None` if bounds on the norms of the rows are known.

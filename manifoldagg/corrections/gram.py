@@ -1,7 +1,7 @@
 """Gram matrices with named rows, from which most corrections compute their coefficients.
 
-The entries of a Gram matrix are the inner products of all pairs of rows. The rows are the displacements of an update,
-the drift of the server, and rows that a correction adds.
+A Gram matrix contains the inner products of all pairs of rows. The rows are the displacements of a client's update, the
+drift of the server's model, and any rows that a correction adds.
 """
 
 import math
@@ -33,10 +33,13 @@ rounding errors may dominate it.
 
 @dataclass(frozen=True, eq=False)
 class Gram:
-    r"""The inner products of the rows of a frame: $v_1, \dots, v_n$, $g$ and any rows that a correction adds.
+    r"""The inner products of all pairs of rows of a frame.
+
+    The rows are the displacements $v_1, \dots, v_n$ of a client's update, the drift $g$ of the server's model, and any
+    rows that a correction adds.
 
     Attributes:
-        parts: (S, k, k), one matrix for each segment, or a single matrix for the whole model.
+        parts: (S, k, k) for k rows, with one matrix for each of S segments, or a single matrix for the whole model.
         extra: the names of the rows after the drift.
         segments: the names of the segments, if `parts` has one matrix for each segment.
         matrix: (k, k), the matrix of the whole model, which is the sum over the segments.
@@ -141,7 +144,10 @@ class Gram:
         return self if len(self.parts) == 1 else Gram(self.matrix[None], self.extra)
 
     def first_rows(self, k: int) -> "Gram":
-        """Return the Gram matrix of the first k rows. Only additional rows can be dropped in this way."""
+        """Return the Gram matrix of the first k rows.
+
+        Only rows that a correction added can be omitted, so k must include all displacements and the drift.
+        """
         dropped = self.parts.shape[-1] - k
         return self if not dropped else Gram(self.parts[:, :k, :k], self.extra[:-dropped], self.segments)
 
@@ -150,7 +156,11 @@ class Gram:
         return _identity(self.num_displacements, self.parts.shape[-1]).copy()
 
     def with_drift(self, coefficients: Matrix) -> Matrix:
-        r"""Return $\bar C$, (n + 1, k) or (S, n + 1, k): the coefficients $C$ and a row for the unchanged drift."""
+        r"""Append a row for the unchanged drift to a matrix of coefficients.
+
+        The argument $C$ has one row of coefficients for each corrected displacement. The result $\bar C$ has the shape
+        (n + 1, k), or (S, n + 1, k) with one matrix for each segment.
+        """
         # A 1 in the column of the drift. The same row serves all segments.
         drift = np.eye(1, coefficients.shape[-1], self.num_displacements, dtype=object)
         return np.concatenate([coefficients, np.broadcast_to(drift, (*coefficients.shape[:-2], *drift.shape))], axis=-2)
@@ -161,7 +171,11 @@ class Gram:
         return inner
 
     def corrected(self, coefficients: Matrix) -> "Gram":
-        r"""Compute the Gram matrix $\bar C G \bar C^\top$ of the corrected displacements and the drift."""
+        r"""Compute the Gram matrix of the corrected displacements and the drift.
+
+        The result is $\bar C G \bar C^\top$. Here, $G$ is the original Gram matrix, and $\bar C$ contains the given
+        coefficients and a row for the unchanged drift.
+        """
         return Gram(self.transform(self.with_drift(coefficients)), (), self.segments)
 
     def squared_norm(self, coefficients: Matrix) -> Any:
@@ -180,7 +194,10 @@ class Gram:
         return terms.reshape(len(parts), -1).sum(1).sum()
 
     def norm_bound(self, coefficients: Matrix) -> float:
-        r"""Compute $\sum_j |c_j| \sqrt{G_{jj}}$, an upper bound on the norm of a linear combination of the rows.
+        r"""Compute an upper bound on the norm of a linear combination of the rows.
+
+        For the coefficients $c_j$ and the Gram matrix $G$, the bound is $\sum_j |c_j| \sqrt{G_{jj}}$. If each segment
+        has its own coefficients, the result is the sum of the bounds of all segments.
 
         Args:
             coefficients: $c$, (k,), or (S, k) with one row for each segment.
@@ -196,7 +213,9 @@ class Gram:
 
 
 def lost_to_cancellation(remaining: Any, original: Any) -> bool:
-    """Return whether cancellation made the inner products of a corrected displacement inaccurate.
+    """Return whether cancellation made the inner products of the corrected displacements inaccurate.
+
+    This is the case if a correction has reduced the squared norm of a displacement by a factor of more than 10^6.
 
     Args:
         remaining: (n, n) inner products of the corrected displacements.

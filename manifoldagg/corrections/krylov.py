@@ -1,4 +1,7 @@
-"""Krylov delay compensation: correct a stale update by the curvature of the loss along the client's training path."""
+"""Krylov delay compensation, which corrects a stale update with an estimate of the curvature of the loss.
+
+The curvature is estimated from several points of the client's training path.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +20,7 @@ __all__ = ["KrylovDC"]
 
 @dataclass(frozen=True)
 class KrylovDC(Correction):
-    r"""Subtract the part of the displacement that the drift already covers, estimated from the client's training path.
+    r"""A correction that removes the part of the displacement that the drift already covers.
 
     The client reports n points $\theta_j$ of its training path, with an equal number of local steps between them. The
     displacements are $v_j = \theta_j - \Theta^t$, and the steps of the path are $w_j = v_j - v_{j-1}$ with $v_0 = 0$.
@@ -100,10 +103,11 @@ class KrylovDC(Correction):
 
 
 def ritz_pairs(inner: Any, tolerance: float) -> tuple[Any, Any]:
-    """Approximate the symmetric matrix that maps each step to the next step, on the span of the steps.
+    """Approximate the eigenvalues and eigenvectors of the matrix that maps each step to the next step.
 
-    The Ritz values and Ritz vectors are approximate eigenvalues and eigenvectors of this matrix. The values are clipped
-    to [0, 1].
+    On a quadratic loss, a single symmetric matrix maps each step of gradient descent to the next step. The
+    Rayleigh-Ritz method approximates the matrix on the span of all steps but the last. The approximate eigenvalues
+    (Ritz values) are clipped to [0, 1].
 
     Args:
         inner: (..., n, n) inner products of the steps.

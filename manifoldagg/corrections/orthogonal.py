@@ -1,7 +1,7 @@
 """Orthogonal corrections, which remove the component of an update along the drift.
 
-The drift is the change of the server's model since the client started. If an update conflicts with the drift, adding it
-would partly undo the progress of the server.
+The drift is the change of the server's model since the client started. If an update points against the drift, adding
+the update would partly undo the progress of the server.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ __all__ = ["OrthoCorrect", "OrthoDC", "OrthoGrad", "OrthoPos", "OrthoStrict"]
 
 @dataclass(frozen=True)
 class OrthoDC(Correction):
-    r"""Remove the component along the drift from each displacement that conflicts with the drift.
+    r"""A correction that removes the component along the drift from displacements that conflict with the drift.
 
     $$\pi v = \begin{cases} v - \dfrac{\langle v, g\rangle}{\langle g, g\rangle}\, g & \cos(v, g) \le \vartheta\\
     v & \text{otherwise} \end{cases}$$
@@ -70,7 +70,7 @@ class OrthoDC(Correction):
 
 @dataclass(frozen=True)
 class OrthoCorrect(Correction):
-    r"""Project displacements that conflict with the drift, and subtract $\alpha$ times the drift from the others.
+    r"""A correction that projects conflicting displacements, and subtracts a part of the drift from the others.
 
     A displacement $v$ conflicts with the drift $g$ if the cosine of their angle is at most the threshold $\vartheta$:
 
@@ -125,10 +125,12 @@ class OrthoCorrect(Correction):
 
 
 def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
-    r"""Return a correction that projects the displacement if it conflicts with the drift (gradient surgery).
+    r"""Return a correction that applies gradient surgery to the displacements of a stale update.
 
-    A displacement conflicts with the drift if their inner product is negative or zero. Other displacements remain
-    unchanged. The correction is `OrthoCorrect` with $\alpha = 0$ and $\vartheta = 0$.
+    The drift is the change of the server's model since the client started. A displacement conflicts with the drift if
+    their inner product is negative or zero. The correction removes the component along the drift from such a
+    displacement, and leaves all other displacements unchanged. It is `OrthoCorrect` with $\alpha = 0$ and
+    $\vartheta = 0$.
 
     Args:
         clip: whether to use the continuous form, as in `OrthoCorrect`.
@@ -145,11 +147,15 @@ def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect
 
 
 def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
-    r"""Return a correction that subtracts the drift, or projects the displacement if it conflicts with the drift.
+    r"""Return a correction that subtracts the drift, or projects a displacement that conflicts with the drift.
 
-    A displacement $v$ conflicts with the drift $g$ if their inner product is negative or zero. The correction is
-    `OrthoCorrect` with $\alpha = 1$ and $\vartheta = 0$. With `clip`, it equals gradient surgery on $v - g$. Without
-    `clip`, it differs from gradient surgery on $v - g$ if $0 < \langle v, g\rangle < \langle g, g\rangle$.
+    The drift $g$ is the change of the server's model since the client started. A displacement $v$ conflicts with $g$ if
+    their inner product is negative or zero. From such a displacement, the correction removes the component along $g$.
+    From all other displacements, it subtracts $g$. The correction is `OrthoCorrect` with $\alpha = 1$ and
+    $\vartheta = 0$.
+
+    With `clip`, the correction equals gradient surgery on $v - g$. Without `clip`, it differs from gradient surgery on
+    $v - g$ if $0 < \langle v, g\rangle < \langle g, g\rangle$.
 
     Args:
         clip: whether to use the continuous form, as in `OrthoCorrect`.
@@ -166,10 +172,11 @@ def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
 
 
 def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
-    r"""Return a correction that projects every displacement orthogonally to the drift.
+    r"""Return a correction that removes the component along the drift from every displacement.
 
-    The correction is `OrthoCorrect` with $\vartheta = 1$. Every displacement counts as a conflict, so $\alpha$ has no
-    effect.
+    The drift is the change of the server's model since the client started. The correction is `OrthoCorrect` with the
+    threshold $\vartheta = 1$. With this threshold, every displacement counts as a conflict, so the parameter $\alpha$
+    has no effect.
 
     Args:
         granularity: `"model"` for one correction of the whole model, or `"tensor"` for a separate correction of each
@@ -202,9 +209,10 @@ def projection_coefficients(gram: Gram, threshold: float, alpha: float = 0.0, cl
 
 
 def conflicts(threshold: float, squared_norm: Any, drift_product: Any, drift: Any) -> bool:
-    r"""Return whether a displacement $v$ conflicts with the drift $g$: its cosine with $g$ is at most the threshold.
+    r"""Return whether a displacement $v$ conflicts with the drift $g$ of the server's model.
 
-    The threshold -1 selects no displacement, and the threshold 1 selects all displacements.
+    This is the case if the cosine of the angle between $v$ and $g$ is at most the threshold $\vartheta$. At the
+    threshold -1, no displacement conflicts with the drift. At the threshold 1, every displacement does.
 
     Args:
         threshold: $\vartheta$.

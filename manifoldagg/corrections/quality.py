@@ -20,16 +20,17 @@ __all__ = ["CorrectionQuality", "correction_quality"]
 
 @dataclass(frozen=True, eq=False)
 class CorrectionQuality:
-    r"""The descent of stale updates before and after a correction, from `correction_quality`.
+    r"""The result of `correction_quality`: how fast stale updates decrease the loss with and without a correction.
 
-    Let $c_i$ be the corrected descent of update i, and $t_i$ its transported descent. Then $c_i \ge Q\,t_i - D$ holds
-    for all updates, with the attributes `q` and `d`.
+    Let $c_i$ be the rate at which the loss decreases along the corrected update $i$, and $t_i$ this rate along the
+    uncorrected update. The attributes `q` and `d` are constants $Q$ and $D$ such that $c_i \ge Q\,t_i - D$ for all
+    updates.
 
     Attributes:
-        corrected: $c_i = -\langle \nabla L(Y_i), \pi u_i \rangle$, (updates,). It is the rate at which the loss
-            decreases along the corrected update.
-        transported: $t_i = -\langle \nabla L(Y_i), P u_i \rangle$, (updates,). It is this rate for the uncorrected
-            update, which is transported from its base $X_i$ to the current model $Y_i$.
+        corrected: an array (updates,) with the rates $c_i = -\langle \nabla L(Y_i), \pi u_i \rangle$, where $\pi u_i$
+            is the corrected update at the current model $Y_i$.
+        transported: an array (updates,) with the rates $t_i = -\langle \nabla L(Y_i), P u_i \rangle$, where $P u_i$ is
+            the uncorrected update, transported from its base $X_i$ to the current model $Y_i$.
     """
 
     corrected: np.ndarray
@@ -40,20 +41,23 @@ class CorrectionQuality:
 
     @property
     def q(self) -> float:
-        r"""$Q = \min \{c_i / t_i : t_i > 0\}$, over the updates that decrease the loss without correction.
+        r"""The constant $Q = \min \{c_i / t_i : t_i > 0\}$, which measures how much descent the correction preserves.
 
-        It is NaN if there is no such update. If it is negative, the correction turned at least one of these updates
-        into a step that increases the loss.
+        Here, $c_i$ and $t_i$ are the rates at which the loss decreases along update $i$ with and without the
+        correction. If no update decreases the loss without the correction, $Q$ is NaN. If $Q$ is negative, the
+        correction turned at least one update that decreases the loss into a step that increases it.
         """
         useful = self.transported > 0
         return float((self.corrected[useful] / self.transported[useful]).min()) if useful.any() else math.nan
 
     @property
     def d(self) -> float:
-        r"""$D = \max_i (Q\,t_i - c_i)$, or 0 if it is negative.
+        r"""The constant $D = \max_i (Q\,t_i - c_i)$, or 0 if this maximum is negative.
 
-        Only updates with $t_i \le 0$, which increase the loss without correction, can make D positive. If D is 0, the
-        assumption of the paper holds with Q for all updates. It is NaN if Q is NaN.
+        Here, $c_i$ and $t_i$ are the rates at which the loss decreases along update $i$ with and without the
+        correction. $D$ is the largest amount by which an update violates $c_i \ge Q\,t_i$. Only updates with
+        $t_i \le 0$, which do not decrease the loss without the correction, can violate this inequality. If $D$ is 0,
+        the assumption of the Manifold paper holds with $Q$ for all updates. If $Q$ is NaN, $D$ is NaN too.
         """
         # `np.maximum` propagates NaN, which marks an undefined Q. `np.fmax` would ignore it.
         return float(np.maximum(self.q * self.transported - self.corrected, 0.0).max())
@@ -67,15 +71,16 @@ def correction_quality(
     *,
     transport: str | None = None,
 ) -> CorrectionQuality:
-    r"""Measure the constants of Manifold's Assumption 7 for the updates of a run.
+    r"""Measure how much of the descent along stale updates a correction preserves.
 
-    The assumption says that a correction is at most a constant factor worse than parallel transport: there is a
-    constant Q with
+    The convergence proof of the Manifold paper assumes that a correction is at most a constant factor worse than
+    parallel transport (Assumption 7). That is, there is a constant $Q$ with
 
     $$\langle -\nabla L(Y), \pi u \rangle \ge Q \langle -\nabla L(Y), P_{X \to Y} u \rangle,$$
 
-    where u is an update from the base X, Y is the current model, and $\pi u$ is the corrected update at Y. The
-    convergence rate in Manifold's Theorem 1 is proportional to 1 / Q.
+    where $u$ is an update from the base $X$, $Y$ is the current model, and $\pi u$ is the corrected update at $Y$. The
+    vector $P_{X \to Y} u$ is the update after parallel transport to $Y$, and $L$ is the loss. The convergence rate in
+    Theorem 1 of the paper is proportional to $1 / Q$. The function measures $Q$ for the given updates.
 
     Args:
         space: the space of the models.

@@ -1,7 +1,7 @@
 """Rotation of the middle control point of a quadratic curve together with its chord.
 
-The chord is the line between the end points of the curve. If a correction moves the end points, the control point must
-follow, so that the curve keeps its shape relative to the chord.
+The chord is the line between the end points of the curve. If a correction moves the end points, the control point
+rotates together with the chord, so that its position relative to the chord stays the same.
 """
 
 from typing import Any
@@ -101,7 +101,10 @@ def rotate_control(
 
 
 def rotation_coefficients(inner: Any) -> list[Any] | None:
-    r"""Express the rotated control point minus $\Theta^\tau$ as a linear combination of three vectors.
+    r"""Express the rotated control point, relative to $\Theta^\tau$, as a linear combination of three vectors.
+
+    These vectors are the original control point relative to the base $\Theta^t$, the original chord $d$ of the curve,
+    and the corrected chord $e$, which starts at the current model $\Theta^\tau$.
 
     Args:
         inner: (3, 3) inner products of $\varphi - \Theta^t$, $d = \Theta_i - \Theta^t$ and
@@ -134,10 +137,11 @@ def rotation_coefficients(inner: Any) -> list[Any] | None:
 
 
 def _rotate_degenerate(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: Tensor) -> Tensor:
-    """Rotate the control point for nearly opposite or very short chords.
+    """Rotate the control point if the original and the corrected chord are nearly opposite or very short.
 
-    The inner products of such chords are inaccurate. The function therefore computes an orthonormal basis of the plane
-    from the vectors, by the Gram-Schmidt method with one re-orthogonalisation.
+    The inner products of such chords do not determine the rotation accurately. The function therefore computes an
+    orthonormal basis of the plane of rotation directly from the vectors. It uses the Gram-Schmidt method with one
+    re-orthogonalisation.
     """
     e1 = _unit_vector(stop.double() - start.double())
     unit = _unit_vector(goal.double() - now.double())

@@ -1,7 +1,7 @@
-"""The rows of a frame: their inner products, norms and linear combinations.
+"""The rows of a frame, and their inner products, norms and linear combinations.
 
-The rows are the displacements of an update, the drift of the server, and rows that a correction adds. On a flat space,
-they are unevaluated differences of models.
+The rows are the displacements of a client's update, the drift of the server's model, and any rows that a correction
+adds. On a flat space, a row is an unevaluated difference of two models.
 """
 
 import math
@@ -67,7 +67,10 @@ class FrameRows:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the rows belong to a flat space, so that their linear combinations can be deferred."""
+        """Whether the space has neither curved nor low-rank parts.
+
+        Only on such a space can linear combinations of the rows be deferred.
+        """
         return self.transporter is None and not self.ambient.leaves
 
     @property
@@ -99,7 +102,11 @@ class FrameRows:
 
     @property
     def diagnostics(self) -> dict[str, float]:
-        """The number of ladder rungs on a curved space, or truncation errors of low-rank leaves, for the receipt."""
+        """Numbers about the geometry that the server includes in the receipt of an update.
+
+        On a curved space, this is the number of rungs of the pole ladder, if a ladder transports tangents. On other
+        spaces, these are the truncation errors of low-rank parameters, if there are any.
+        """
         if self.transporter is None:
             return self.ambient.diagnostics
         used = [kind.rungs for kind in self.transports if kind.method == "ladder"]
@@ -121,8 +128,8 @@ class FrameRows:
     def dtype(self) -> torch.dtype:
         """The dtype of vectors that are computed from the rows.
 
-        This is the dtype of the current model. For a model with several tensors, it is float64 if any tensor is
-        float64, and float32 otherwise.
+        If the current model is a single vector, this is its dtype. If the model consists of several tensors, the dtype
+        is float64 if any tensor is float64, and float32 otherwise.
         """
         current = self.current
         if not isinstance(current, tuple):
@@ -247,7 +254,10 @@ class FrameRows:
         return result
 
     def remember_norms(self, squares: Sequence[Any]) -> None:
-        """Store the norms of the rows for later bounds, given the diagonal of the Gram matrix of the rows."""
+        """Store the norms of the rows, from which later calls of `norm_bound` compute their bounds.
+
+        `squares` contains the squared norms, which are the diagonal of the Gram matrix.
+        """
         # Rounding can make the square of a zero row slightly negative.
         known = self.unmeasured
         self.__dict__["_norm_bounds"] = [
@@ -255,10 +265,11 @@ class FrameRows:
         ]
 
     def norm_bound(self, coefficients: Matrix) -> float:
-        r"""Compute $\sum_j \max_S |c_{Sj}| \sqrt{G_{jj}}$, an upper bound on the norm of a linear combination.
+        r"""Compute an upper bound on the norm of a linear combination of the rows.
 
-        Here $c_{Sj}$ is the coefficient of row $j$ in segment $S$, and $G$ is the Gram matrix. The norms come from an
-        earlier call of `gram`. If there was none, the method calls `gram`, which reads the rows.
+        The bound is $\sum_j \max_S |c_{Sj}| \sqrt{G_{jj}}$, where $c_{Sj}$ is the coefficient of row $j$ in segment
+        $S$, and $G$ is the Gram matrix of the rows. The method uses the norms from an earlier call of `gram`. If there
+        was no such call, the method calls `gram`, which reads the rows.
         """
         if not self.has_norm_bounds:
             self.gram()
@@ -267,7 +278,9 @@ class FrameRows:
         return float(sum([c * length for c, length in zip(most, self.__dict__["_norm_bounds"], strict=True) if c != 0]))
 
     def combination_norm(self, gram: Gram | None, coefficients: Matrix) -> float:
-        """Return the norm of a linear combination of the rows. If some rows are unmeasured, return an upper bound.
+        """Return the norm of a linear combination of the rows, or an upper bound on the norm.
+
+        The result is an upper bound if no Gram matrix is given, or if the frame has rows that `gram` does not read.
 
         Args:
             gram: the Gram matrix of the rows; `None` if bounds on the norms of the rows are known.
@@ -279,7 +292,11 @@ class FrameRows:
         return math.sqrt(max(float(gram.squared_norm(coefficients)), 0.0))
 
     def split_by_tensor(self: Self, coefficients: Matrix) -> Iterator[tuple[Self, Matrix]]:
-        """Yield the part of the frame that belongs to each tensor of the model, with its coefficients."""
+        """Split the frame and the coefficients of a linear combination by the tensors of the model.
+
+        For each tensor, the method yields a frame with the corresponding entries of all rows, and the coefficients for
+        these entries.
+        """
         if not isinstance(self.current, tuple):
             yield self, coefficients
             return
@@ -311,14 +328,15 @@ class FrameRows:
         )
 
     def combine(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Any = None) -> Any:
-        r"""Compute $\mathrm{base} + \sum_j c_j\, r_j$, rounded once.
+        r"""Add a linear combination of the rows to a base: $\mathrm{base} + \sum_j c_j\, r_j$, rounded once.
 
-        Coefficients of shape (S, k) have one row for each segment. On a low-rank leaf, the result is the nearest matrix
-        of the leaf's rank.
+        Coefficients of shape (S, k) have one row for each segment. For a low-rank parameter, the result is the nearest
+        matrix of the same rank.
 
-        If the coefficients of the displacements and the drift sum to 0, their common subtrahend $\Theta^t$ cancels. The
-        method then subtracts $\Theta^\tau$ instead of $\Theta^t$ from their end points, so that the drift becomes 0.
-        The result of `Position` is therefore exactly $\varphi_i - \Theta^\tau$ for a control point $\varphi_i$.
+        In a frame of control points, the displacements and the drift are points minus the model $\Theta^t$ at which the
+        client started. If the coefficients of these rows sum to 0, $\Theta^t$ cancels. The method then subtracts the
+        current model $\Theta^\tau$ instead, so that the drift becomes 0. For example, the result of `Position` is
+        exactly $\varphi_i - \Theta^\tau$ for a control point $\varphi_i$.
 
         Raises:
             ArgumentError: if `base` is given on a curved space, where a point and a tangent cannot be added.
@@ -340,9 +358,10 @@ class FrameRows:
     def _resolve_coefficients(
         self, coefficients: Sequence[float] | Matrix
     ) -> tuple[Any, list[int] | None, tuple[Row | None, ...]]:
-        """Return the coefficients as plain numbers, the lengths of their segments, and the subtrahends of the rows.
+        """Convert coefficients to arguments of the kernels, and select the subtrahends of the rows.
 
-        `combine` describes when the subtrahends change from the base to the current model.
+        The result contains the coefficients as plain lists, the lengths of the segments, and the subtrahends. `combine`
+        describes in which case the subtrahend is the current model instead of the base.
         """
         given = np.asarray(coefficients, dtype=object)
         apart = given.ndim == 2
@@ -359,10 +378,10 @@ class FrameRows:
         return numbers if apart else numbers[0], segments, minus
 
     def materialize(self, coefficients: Sequence[float] | Matrix, dtype: torch.dtype | None = None) -> Any:
-        r"""Compute $\sum_j c_j\, r_j$ as a new vector (P,), in `dtype` if it is given.
+        r"""Compute the linear combination $\sum_j c_j\, r_j$ of the rows $r_j$ as a new vector (P,).
 
-        If the space has low-rank leaves, the result is a tuple with one tensor per leaf. Each tensor is truncated to
-        the rank that the space of the leaf retains.
+        If `dtype` is given, the result has this dtype. If the space has low-rank leaves, the result is a tuple with one
+        tensor for each leaf. Each low-rank matrix is then truncated to the rank at which the state of a rule is stored.
         """
         if self.ambient.leaves:
             numbers, _, minus = self._resolve_coefficients(coefficients)
@@ -380,7 +399,10 @@ class FrameRows:
         return self.combine(None, coefficients, out=self.empty_vector(torch.float64))
 
     def combination(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Operand) -> LinearCombination:
-        """Return the linear combination of `combine` without computing it, so that one pass can compute several."""
+        """Return a deferred call of `combine`.
+
+        One pass over the rows can then compute several of these linear combinations.
+        """
         numbers, _, minus = self._resolve_coefficients(coefficients)
         numbers = numbers if isinstance(numbers[0], list) else [numbers]
         rows = self.operands if minus is self.minus else self._operands_from_current()
@@ -389,7 +411,7 @@ class FrameRows:
     def stays_finite(self, gram: Gram | None, coefficients: Matrix) -> bool:
         """Return whether the norms of the rows prove that the new model is finite.
 
-        The arguments are the same as those of [`Frame.move`][manifoldagg.corrections.Frame.move].
+        The new model is the result of [`Frame.move`][manifoldagg.corrections.Frame.move] with the same arguments.
         """
         bounds_only = gram is None or self.unmeasured
         bound = self.norm_bound(coefficients) if bounds_only else gram.norm_bound(coefficients)  # type: ignore[union-attr]
@@ -397,7 +419,10 @@ class FrameRows:
 
 
 def _tensor_part(row: Row, j: int, entries: slice) -> Tensor:
-    """Return the entries of a row that belong to tensor j. `entries` is their range in a vector (P,)."""
+    """Return the entries of a row that belong to tensor j of the model.
+
+    If the row is a single vector, `entries` is the range of these entries in the vector.
+    """
     return row[j].flatten() if isinstance(row, tuple) else row[entries]
 
 
@@ -407,7 +432,7 @@ def detach(row: Row) -> Row:
 
 
 def overflow_headroom(point: Row) -> float:
-    """Return an upper bound on increments that cannot make any finite entry of `point` overflow."""
+    """Return a bound below which an increment cannot make a finite entry of `point` overflow."""
     if isinstance(point, tuple):
         return min([_dtype_headroom(dtype) for dtype in {piece.dtype for piece in point}])
     return _dtype_headroom(point.dtype)

@@ -1,7 +1,7 @@
-"""Corrections that remove conflicts with the updates of several other clients.
+"""Corrections that remove conflicts between the updates of several clients.
 
-`GradientSurgery` removes the component of an update along each row with which it has a negative inner product.
-`Pairwise` removes the whole component in the span of the other updates.
+`GradientSurgery` removes the component of an update along another update if their inner product is negative. `Pairwise`
+removes the whole component of an update in the span of the other updates.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,12 @@ A row with a smaller fraction counts as linearly dependent.
 
 @dataclass(frozen=True)
 class GradientSurgery(Correction):
-    r"""Gradient surgery (PCGrad) for the updates of several clients and the drift.
+    """Gradient surgery (PCGrad) between the updates of several clients and the drift of the server's model.
 
-    For each displacement $v_i$, the correction starts with $u = v_i$. It then compares $u$ with the other original
-    displacements and with the drift, one after another. If the inner product of $u$ with such a row $r$ is negative,
-    the correction removes the component of $u$ along $r$.
+    For each displacement $v_i$, the correction starts with $u = v_i$. It compares $u$ with the drift and with each of
+    the other displacements, one after another. If the inner product of $u$ with such a vector $r$ is negative, the
+    correction removes the component along $r$ from $u$. All comparisons use the original displacements of the other
+    clients.
 
     Do not use this correction for the control points of a single curve, because it would deform the curve. For a single
     displacement, the correction equals OrthoDC with the threshold 0.
@@ -90,13 +91,15 @@ class GradientSurgery(Correction):
 
 @dataclass(frozen=True, eq=False)
 class Pairwise(Correction):
-    r"""Remove from each displacement its component in the span of the other clients' most recent updates.
+    r"""A correction that removes the component of a displacement in the span of the other clients' updates.
+
+    For the most recent updates $o_1, \dots, o_m$ of the other clients, a displacement $v$ becomes
 
     $$\pi v = v - \sum_j x_j\, o_j, \qquad x = \operatorname{arg\,min}_x \left\| v - \sum_j x_j\, o_j \right\|$$
 
-    Here $o_1, \dots, o_m$ are the updates of the other clients, so the result is orthogonal to all of them. The
-    coefficients $x_j$ come from a pivoted Cholesky factorisation of the Gram matrix in float64. An update is ignored as
-    linearly dependent if less than the fraction `tolerance` of its norm is outside the span of the other updates.
+    The result is therefore orthogonal to all $o_j$. The coefficients $x_j$ come from a pivoted Cholesky factorisation
+    of the Gram matrix in float64. An update is ignored as linearly dependent if less than the fraction `tolerance` of
+    its norm is outside the span of the other updates.
 
     Args:
         others: the updates: m vectors (P,), or tangents at the current point of a curved space.
@@ -161,14 +164,17 @@ class Pairwise(Correction):
 
 
 def span_coefficients(inner: Any, products: Any, *, tolerance: float = RANK_TOLERANCE) -> list[Any]:
-    r"""Solve $\min_x \|v - \sum_j x_j r_j\|$ for $x$, given the inner products of $v$ and the rows $r_j$.
+    r"""Solve the least-squares problem $\min_x \|v - \sum_j x_j r_j\|$ for $x$ from inner products.
 
-    The method is a root-free pivoted Cholesky factorisation $L D L^\top$ of the Gram matrix:
+    The vector $v$ and the rows $r_j$ are given only by their inner products. The method is a root-free pivoted Cholesky
+    factorisation $L D L^\top$ of the Gram matrix of the rows $r_j$:
 
     - The next pivot is the row with the largest component outside the span of the previous pivots, relative to its own
       norm. The scale of a row therefore has no effect.
-    - A row whose relative remainder is at most `tolerance` counts as dependent and gets the coefficient 0.
-    - One step of iterative refinement has the effect of a re-orthogonalisation.
+    - If this relative component is at most `tolerance`, the row counts as linearly dependent and gets the coefficient
+      0.
+    - One step of iterative refinement recovers the digits that the factorisation lost. It has the effect of a
+      re-orthogonalisation.
     - Symbolic numbers, which cannot be compared, are processed in the given order as independent rows.
 
     Args:
@@ -228,7 +234,7 @@ def span_coefficients(inner: Any, products: Any, *, tolerance: float = RANK_TOLE
 
 
 def _at_most(a: Any, b: Any) -> bool:
-    """Return whether a ≤ b. Symbolic numbers cannot be compared, and the result for them is `False`."""
+    """Return whether a ≤ b. The result is `False` for symbolic numbers that cannot be compared."""
     try:
         return bool(a <= b)
     except TypeError:

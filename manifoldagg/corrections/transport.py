@@ -1,6 +1,7 @@
-"""Transport of tangent vectors on curved spaces, from the base of an update to the current point.
+"""Transport of tangent vectors on curved spaces, from the base of an update to the current model.
 
-On a curved space, tangent vectors at different points cannot be added. A frame therefore transports all vectors to the
+The displacements of an update are tangents at the base, which is the model at which the client started. On a curved
+space, tangent vectors at different points cannot be added. A frame therefore transports the displacements to the
 current model of the server.
 """
 
@@ -28,11 +29,12 @@ DEFAULT_RUNGS = 4
 
 
 class Transport(NamedTuple):
-    """The transport method of a leaf.
+    """The transport method of one leaf, which is a named part of a space.
 
     Attributes:
         leaf: the name of the leaf.
-        method: `"none"` for a flat leaf, or `"parallel"`, `"projection"` or `"ladder"`.
+        method: `"none"` for a flat leaf, which needs no transport. Otherwise, `"parallel"` for parallel transport,
+            `"ladder"` for the pole ladder, or `"projection"` for an orthogonal projection.
         rungs: the number of rungs of a ladder; 0 for the other methods.
     """
 
@@ -43,10 +45,10 @@ class Transport(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Transporter:
-    r"""Transport of tangents on a curved space, from the base $\Theta^t$ to the current point $\Theta^\tau$.
+    r"""Transport of tangents on a curved space, from the base $\Theta^t$ to the current model $\Theta^\tau$.
 
     Tangents at different points of a curved space cannot be added. A frame therefore transports the displacements of an
-    update, which are tangents at the base, to the current point. The constructor does not validate its arguments; call
+    update, which are tangents at the base, to the current model. The constructor does not validate its arguments. Call
     `check` to validate them.
 
     Args:
@@ -124,7 +126,10 @@ class Transporter:
         return self._transport(self.base, self.current, displacements)
 
     def position(self, displacements: Tensor) -> Tensor:
-        r"""Compute $\log_{\Theta^\tau} \exp_{\Theta^t} v$, the tangents from the current point to the client's points.
+        r"""Compute the tangents from the current model to the models that the client has reached.
+
+        For the displacements $v$ at the base $\Theta^t$, these tangents are $\log_{\Theta^\tau} \exp_{\Theta^t} v$ at
+        the current model $\Theta^\tau$.
 
         Args:
             displacements: $v$ (n, *shape), tangents at the base.
@@ -138,7 +143,10 @@ class Transporter:
         return self._transport(self.current, self.base, tangents)
 
     def gram(self, rows: Tensor) -> Tensor:
-        """Compute the inner products (S, k, k) of tangents (k, P) at the current point for each leaf, in float64."""
+        """Compute the inner products of k tangents at the current model, separately for each leaf.
+
+        The result is a float64 tensor (S, k, k) for a space with S leaves.
+        """
         # Leaves are orthogonal to each other, so the matrix of the space is the sum of the matrices of its leaves.
         tangents = rows.view(len(rows), *self.current.shape)
         grams = []
@@ -188,7 +196,10 @@ def checked_log(space: Manifold, x: Tensor, points: Tensor, name: str) -> Tensor
 
 
 def _inner(space: Manifold, x: Tensor, tangents: Tensor) -> Tensor:
-    """Compute the inner products (k, k) of tangents (k, *shape) at `x`, in the metric of the space."""
+    """Compute the inner products (k, k) of k tangents at the point `x`.
+
+    The Riemannian metric of the space defines the inner product.
+    """
     k = len(tangents)
     # Each pair is computed once, so that the matrix is exactly symmetric even if the metric rounds.
     i, j = torch.tril_indices(k, k)
