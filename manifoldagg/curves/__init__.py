@@ -1,7 +1,8 @@
-"""Embeddings: low-dimensional subsets of a manifold, such as curves, tunnels and simplices, and how to fit them.
+"""Curves, tunnels and simplices of models, and how to fit them.
 
-An embedding is defined by control points, which are models. `fit` trains these control points, so that all models of
-the embedding have a low loss.
+These objects are called embeddings: low-dimensional subsets of the space of models. An embedding is defined by a few
+control points, which are models themselves. The function `fit` trains the control points, so that every model of the
+embedding has a low loss.
 """
 
 from manifoldagg.curves.batchnorm import refresh_buffers

@@ -28,12 +28,12 @@ MAX_BISECTIONS = 52
 
 
 def arc_length(speed: Speed, edges: Sequence[float]) -> Float[Tensor, ""]:
-    """Compute the integral of the speed over [first edge, last edge].
+    """Compute the length of a curve by integrating its speed from the first to the last of the `edges`.
 
-    The quadrature is a composite Gauss-Legendre rule with 16 nodes per panel. A panel is bisected until its integral
-    agrees with the sum of the integrals of its halves, so kinks and cusps need only a few more panels. The relative
-    error is 1e-12 if the speed is as accurate. The result is differentiable with respect to the tensors on which
-    `speed` depends.
+    The quadrature rule is a composite Gauss-Legendre rule with 16 nodes per panel. The function bisects a panel until
+    its integral agrees with the sum of the integrals over its two halves. A kink or a cusp of the curve therefore
+    requires only a few more panels. If the speed is equally accurate, the relative error of the length is 1e-12. The
+    length is differentiable with respect to the tensors on which `speed` depends.
 
     Args:
         speed: a function from parameters (m, 16) to speeds.
@@ -85,9 +85,9 @@ def parameter_at_arc_length(speed: Speed, edges: Sequence[float], fraction: Floa
 
 
 def _quadrature(speed: Speed, low: Tensor, high: Tensor) -> Tensor:
+    """Compute the integral of the speed over each of several panels [low, high], (m,)."""
     # The nodes and weights of the rule on [-1, 1] are scaled to each panel [low, high]. They are float64, so the sum is
     # accumulated in float64 even if the speeds are less precise.
-    """Compute the integral of the speed over each of several panels [low, high], (m,)."""
     half = ((high - low) / 2).unsqueeze(-1)
     nodes, weights = _gauss_legendre()
     values = speed(low.unsqueeze(-1) + half * (1 + nodes.to(low.device)))
@@ -103,7 +103,7 @@ def _gauss_legendre() -> tuple[Tensor, Tensor]:
 
 
 def _panels(speed: Speed, edges: Sequence[float]) -> Tensor:
-    """Bisect the panels between the given edges until the quadrature has converged, and return all edges."""
+    """Bisect panels until the quadrature converges, and return the edges of all panels."""
     with torch.no_grad():
         cuts = torch.tensor(edges, dtype=torch.float64)
         low = cuts[:-1]

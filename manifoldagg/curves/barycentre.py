@@ -1,7 +1,8 @@
-"""Barycentric coordinates, and weighted Karcher means that are differentiable in the points and weights.
+"""Barycentric coordinates, and weighted means on curved spaces.
 
-Barycentric coordinates are nonnegative weights with the sum 1. The weighted Karcher mean generalises the weighted
-arithmetic mean to curved spaces: it minimises the weighted sum of squared distances.
+Barycentric coordinates are nonnegative weights that sum to 1. The weighted Karcher mean generalises the weighted
+arithmetic mean to curved spaces. It is the point with the smallest weighted sum of squared distances to the given
+points. The means in this module are differentiable with respect to the points and the weights.
 """
 
 import math
@@ -26,10 +27,10 @@ If more steps are needed, the points may be too far apart for a unique mean.
 
 
 def check_barycentric(coordinates: Any, n: int) -> Tensor:
-    """Check that barycentric coordinates (*batch, n) are nonnegative and sum to 1, and return them.
+    """Check that barycentric coordinates are nonnegative and sum to 1, and return them.
 
-    The tolerance is the square root of the machine epsilon of the dtype. Functorch transforms hide the values, so
-    inside them only the shape is checked.
+    The coordinates have the shape (*batch, n). The tolerance of both checks is the square root of the machine epsilon
+    of their dtype. Inside `torch.func` transforms, only the shape is checked, because the values are not accessible.
 
     Raises:
         ArgumentError: if a coordinate is negative, or a sum is not 1.
@@ -52,10 +53,11 @@ def check_barycentric(coordinates: Any, n: int) -> Tensor:
 
 
 def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
-    """Compute weighted Karcher means (*batch, *shape) of n points each, in float64.
+    """Compute the weighted Karcher mean of n points on a manifold, for each entry of a batch.
 
-    The points have the shape (*batch, n, *shape), and the weights (*batch, n). First and second derivatives with
-    respect to both are correct, also inside functorch transforms.
+    The points have the shape (*batch, n, *shape), and the weights have the shape (*batch, n). The means have the shape
+    (*batch, *shape) and the dtype float64. Their first and second derivatives with respect to the points and the
+    weights are correct, also inside `torch.func` transforms.
 
     Raises:
         DivergenceError: if a mean is not found.
@@ -72,9 +74,10 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
 
 
 def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
-    """Compute weighted Karcher means on a manifold that is not a product.
+    """Compute weighted Karcher means on a manifold that is not a product of manifolds.
 
-    The derivatives follow from implicit differentiation of the equation that defines the mean.
+    The derivatives of a mean follow from implicit differentiation of the equation that defines it. This equation states
+    that the weighted sum of the logarithms of the points at the mean is 0.
     """
     axis = -1 - len(space.shape)
     factor = weights.reshape(*weights.shape, *(1 for _ in space.shape))
@@ -88,10 +91,12 @@ def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
         return mean
 
     def equation(u: Tensor, points: Tensor, factor: Tensor) -> Tensor:
-        r"""Evaluate the function $F(u)$ of a vector $u$ at the mean $m$, whose root $u = 0$ is the mean.
+        r"""Compute the residual $F(u)$ of the equation that defines the mean $m$, at a displacement $u$ from $m$.
 
-        $F(u)$ is the component of $u$ normal to the manifold, minus the weighted sum of the logarithms of the points at
-        $\exp_m(\text{tangent part of } u)$. The normal component makes the Hessian invertible.
+        The residual is the component of $u$ normal to the manifold, minus a weighted sum of logarithms. These are the
+        logarithms of the points at $\exp_m(v)$, where $v$ is the tangent component of $u$. Their sum is projected onto
+        the tangent space at $m$. Because $m$ is the mean, $F(0) = 0$. The normal component makes the derivative of $F$
+        invertible.
         """
         m = mean.expand_as(u)
         tangent = space._project_tangent(m, u)
@@ -119,9 +124,9 @@ def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
 
 
 class _KarcherMeanFunction(torch.autograd.Function):
-    """An autograd function that computes Karcher means and supports vmap.
+    """The computation of Karcher means as an autograd function, so that it supports `vmap`.
 
-    It has no derivatives of its own, because `_leaf_mean` adds them afterwards.
+    The function defines no derivatives, because `_leaf_mean` adds the derivatives to its result.
     """
 
     @staticmethod

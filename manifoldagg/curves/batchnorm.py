@@ -1,7 +1,7 @@
 """Recomputation of BatchNorm statistics for a model on a curve.
 
-The running statistics of BatchNorm layers are averages over a training run. A model on a curve was never trained, so
-its statistics must be computed from data.
+A BatchNorm layer collects its running statistics during training. A model on a curve was never trained, so its
+statistics must be computed from data before the model is evaluated.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,11 +24,12 @@ __all__ = ["batch_norm_layers", "evaluation_mode", "refresh_buffers", "refreshed
 def refresh_buffers(
     space: ParameterSpace, model: nn.Module, point: Float[Tensor, " P"], batches: Iterable[Any]
 ) -> dict[str, Tensor]:
-    """Compute the buffers of `model` at `point`, with BatchNorm statistics averaged over `batches`.
+    """Compute the buffers of a model for given parameters, with BatchNorm statistics averaged over batches of data.
 
-    All batches have the same weight, as in `torch.optim.swa_utils.update_bn`. All layers except BatchNorm are in
-    evaluation mode, so dropout is inactive and no random numbers are drawn. The parameters, buffers and modes of the
-    model do not change. If the model has no BatchNorm layers, the batches are not read.
+    The parameters are usually a point of a curve between models. All batches have the same weight, as in
+    `torch.optim.swa_utils.update_bn`. All layers except BatchNorm are in evaluation mode, so dropout is inactive and no
+    random numbers are drawn. The function does not change the parameters, the buffers and the training modes of
+    `model`. If the model has no BatchNorm layers, the function does not read the batches.
 
     Args:
         space: the space of the model's parameters.
@@ -65,9 +66,10 @@ def refresh_buffers(
 def refreshed_buffers(
     loss: ModelLoss, point: Float[Tensor, " P"], batches: Iterable[Any], norms: Sequence[_BatchNorm]
 ) -> dict[str, Tensor]:
-    """Compute the buffers of the model of `loss` at the parameters `point`.
+    """Compute the buffers of a model for given parameters, with new statistics for its BatchNorm layers.
 
-    The statistics of the BatchNorm layers `norms` are averaged over `batches`. Other buffers do not change.
+    The model is part of `loss`, and its parameters are `point`. The statistics of the BatchNorm layers `norms` are
+    averages over `batches`. All other buffers remain unchanged.
 
     Raises:
         ArgumentError: if a batch does not have a type that [`refresh_buffers`][manifoldagg.curves.refresh_buffers]
@@ -114,7 +116,11 @@ def batch_norm_layers(model: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Set all modules to evaluation mode within a `with` block, and restore their modes and momenta afterwards."""
+    """Put all modules of a model into evaluation mode for the duration of a `with` block.
+
+    At the end of the block, the modules return to their previous modes. The momentum of each BatchNorm layer is
+    restored too.
+    """
     modes = [(module, module.training, getattr(module, "momentum", None)) for module in model.modules()]
     try:
         for module, *_ in modes:
@@ -128,7 +134,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _no_loss(output: Any, target: Any) -> Tensor:
-    """Stand in for the criterion of a loss. It is never called, because only the outputs of the layers are needed."""
+    """Replace the criterion of a loss whose value is never computed."""
+    # Only the outputs of the layers are needed.
     raise NotImplementedError
 
 

@@ -1,7 +1,8 @@
-r"""Polynomials on [0, 1] in Bernstein form, $p(t) = \sum_i \binom{n}{i} t^i (1-t)^{n-i} c_i$.
+r"""Polynomials on the interval [0, 1] in Bernstein form, $p(t) = \sum_i \binom{n}{i} t^i (1-t)^{n-i} c_i$.
 
-The module computes basis polynomials, products, roots and minima of such polynomials. The Bernstein form is more
-accurate on [0, 1] than powers of $t$, because its basis polynomials are nonnegative and sum to 1.
+The numbers $c_i$ are the Bernstein coefficients of the polynomial $p$ of degree $n$. The module computes the products,
+derivatives, roots and minima of such polynomials. On [0, 1], the Bernstein form is more accurate than the form in
+powers of $t$, because its basis polynomials are nonnegative and sum to 1.
 """
 
 import math
@@ -34,9 +35,10 @@ MAX_ITERATIONS = 100
 
 
 def weights(degree: int, t: Any) -> list[Any]:
-    r"""Compute the Bernstein weights $\binom{n}{i} t^i (1-t)^{n-i}$ for i = 0 … n.
+    r"""Compute the Bernstein weights $\binom{n}{i} t^i (1-t)^{n-i}$ of degree $n$ at $t$, for i = 0, …, n.
 
-    `t` can be a number, an array, a tensor or a symbol. For the degree -1, the list is empty.
+    The parameter $t$ can be a number, an array, a tensor or a symbolic variable. For the degree -1, the list of weights
+    is empty.
 
     Example:
         >>> weights(2, 0.5)
@@ -47,7 +49,9 @@ def weights(degree: int, t: Any) -> list[Any]:
 
 
 def basis(degree: int, t: Float[Tensor, "*batch"]) -> Float64[Tensor, "*batch n"]:
-    """Compute the Bernstein weights as one float64 tensor, which is differentiable with respect to `t`.
+    """Compute the Bernstein weights of a given degree at `t`, as one float64 tensor.
+
+    The tensor is differentiable with respect to `t`.
 
     Example:
         >>> basis(2, torch.tensor(0.5))
@@ -58,9 +62,9 @@ def basis(degree: int, t: Float[Tensor, "*batch"]) -> Float64[Tensor, "*batch n"
 
 
 def sqrt_quadratic_form(inner: Float64[Tensor, "..."], at: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    r"""Compute $\sqrt{w^\top G\, w}$ (*batch,) for weights $w$ = `at` and a matrix $G$ = `inner`.
+    r"""Compute the square root of a quadratic form, $\sqrt{w^\top G\, w}$, for a batch of vectors $w$.
 
-    If the value is 0, the derivative is defined as 0.
+    The vectors are `at`, and the matrix $G$ is `inner`. Where the square root is 0, its derivative is set to 0.
     """
     value = torch.einsum("...i,...ij,...j->...", at, inner, at)
     # The argument of the root is replaced before the root is taken. Otherwise the derivative at 0 would be NaN.
@@ -69,10 +73,12 @@ def sqrt_quadratic_form(inner: Float64[Tensor, "..."], at: Float64[Tensor, "..."
 
 
 def product_coefficients(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
-    r"""Compute the Bernstein coefficients of a product of polynomials of the degrees p and q.
+    r"""Compute the Bernstein coefficients of a product of two polynomials of the degrees p and q.
 
-    With the Bernstein polynomials $B_i^p$ of degree p, the product $\sum_{ij} B_i^p(t)\, B_j^q(t)\, a_{ij}$ has the
-    degree p + q. Its coefficients are $c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} / \binom{p+q}{m}$.
+    If the factors have the Bernstein coefficients $b_i$ and $d_j$, their product is $\sum_{ij} B_i^p(t)\, B_j^q(t)\,
+    a_{ij}$ with $a_{ij} = b_i d_j$. Here, $B_i^p$ is the $i$-th Bernstein polynomial of degree p. The product has the
+    degree p + q and the Bernstein coefficients $c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} /
+    \binom{p+q}{m}$. The formula for $c_m$ also holds if the entries $a_{ij}$ are not products of two numbers.
 
     Args:
         table: p + 1 rows of q + 1 entries $a_{ij}$: numbers, symbols or arrays.
@@ -109,9 +115,9 @@ def derivative_coefficients(coefficients: Sequence[float]) -> list[float]:
 def roots(coefficients: Sequence[float]) -> Iterator[float]:
     """Yield the parameters in [0, 1] at which a polynomial changes its sign, in ascending order.
 
-    A value of 0 counts as negative. The method bisects the interval until the Bernstein coefficients of each
-    subinterval have at most one sign change. By Descartes' rule of signs, the subinterval then contains at most one
-    root, which Newton's method with a bisection safeguard computes.
+    A value of 0 counts as negative. The function bisects the interval until the Bernstein coefficients of the
+    polynomial on each subinterval have at most one sign change. By Descartes' rule of signs, each subinterval then
+    contains at most one root. Newton's method with a bisection safeguard computes this root.
 
     Source: Lane, Riesenfeld 1981.
 
@@ -136,10 +142,10 @@ def roots(coefficients: Sequence[float]) -> Iterator[float]:
 
 
 def argmin(coefficients: Sequence[float]) -> float:
-    """Return a global minimiser of a polynomial on [0, 1].
+    """Return a parameter in [0, 1] at which a polynomial has its global minimum on this interval.
 
-    The function compares the values at both ends and at all roots of the derivative. The result is therefore exact up
-    to the rounding of the coefficients.
+    The function compares the values of the polynomial at both ends of the interval and at all roots of its derivative.
+    The result is therefore exact up to the rounding of the coefficients.
 
     Example:
         >>> round(argmin([1.0, -1.0, 2.0]), 12)
@@ -151,11 +157,11 @@ def argmin(coefficients: Sequence[float]) -> float:
 def find_sign_change(
     function: Callable[[Tensor], Tensor], low: Float64[Tensor, "*batch"], high: Float64[Tensor, "*batch"]
 ) -> Float64[Tensor, "*batch"]:
-    """Find a sign change of each of several functions in its own interval [`low`, `high`].
+    """Find a sign change of each of several functions, where each function has its own interval [`low`, `high`].
 
-    Chandrupatla's method combines inverse quadratic interpolation with bisection, so it converges fast and always
-    terminates. If a function has the same sign at both ends, the result is `high` for a positive sign and `low` for a
-    negative sign.
+    The function uses Chandrupatla's method. It combines inverse quadratic interpolation with bisection, so it converges
+    fast and always terminates. If a function has the same sign at both ends of its interval, the result is `high` for a
+    positive sign and `low` for a negative sign.
 
     Args:
         function: an elementwise function from (*batch,) to (*batch,).
@@ -255,9 +261,10 @@ def _isolated_root(piece: Sequence[float]) -> float:
 
 
 def _evaluate(coefficients: Sequence[float], t: float) -> tuple[float, float]:
-    """Evaluate a polynomial and its derivative at `t` in [0, 1] by de Casteljau's algorithm.
+    """Evaluate a polynomial in Bernstein form and its derivative at `t` in [0, 1].
 
-    The algorithm computes only convex combinations of the coefficients, so it adds no cancellation.
+    De Casteljau's algorithm is numerically stable on this interval, because it computes only convex combinations of the
+    coefficients.
     """
     row = list(coefficients)
     n = len(row) - 1

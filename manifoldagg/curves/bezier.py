@@ -1,7 +1,8 @@
 """Bézier curves of any degree.
 
-A curve of degree n is defined by n + 1 control points. On a flat space, its points are weighted sums of the control
-points. On a curved space, de Casteljau's algorithm interpolates along geodesics.
+A Bézier curve of degree n is defined by n + 1 control points. On a flat space, each point of the curve is a weighted
+sum of the control points. On a curved space, de Casteljau's algorithm computes each point by repeated interpolation
+along geodesics.
 """
 
 import abc
@@ -30,10 +31,10 @@ MAX_DEGREE = 1000
 
 
 class BezierSpline(CurveEmbedding):
-    """Base class for splines that consist of Bézier pieces of the same degree.
+    """Base class for curves that consist of one or more Bézier pieces of the same degree.
 
-    Neighbouring pieces share an end point. On a flat space, points are weighted sums of control points, and derivatives
-    are weighted sums of their differences.
+    Each piece starts at the end point of the previous piece. On a flat space, each point of the curve is a weighted sum
+    of the control points. The derivatives of the curve are weighted sums of the differences between control points.
     """
 
     degree: int
@@ -80,18 +81,19 @@ class BezierSpline(CurveEmbedding):
 
         $$\iota_\varphi'(t) = n \sum_{i<n} \binom{n-1}{i} t^i (1-t)^{n-1-i} (\varphi_{i+1} - \varphi_i).$$
 
-        On every space, the velocity at the ends of a piece is $n \log_{\varphi_0} \varphi_1$ and $-n \log_{\varphi_n}
-        \varphi_{n-1}$. A joint belongs to the piece that starts there. The arguments, the result and the errors are the
-        same as in `__call__`.
+        On every space, the velocity of this curve is $n \log_{\varphi_0} \varphi_1$ at the start and $-n
+        \log_{\varphi_n} \varphi_{n-1}$ at the end. With m pieces, the same holds for the control points of each piece,
+        with $mn$ in place of $n$. At a joint of two pieces, the result is the velocity of the piece that starts there.
+        The arguments, the result and the errors are the same as in `__call__`.
         """
         self._check_phi(phi)
         return self._derivative(phi, t, 1) if self.space.flat else super().velocity(phi, t)
 
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ of the curve $\iota_\varphi$ at $t$.
+        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ of the curve $\iota_\varphi$ at `t`.
 
-        On a flat space, this is the second derivative $\iota_\varphi''(t)$. A joint belongs to the piece that starts
-        there.
+        On a flat space, the covariant acceleration is the second derivative $\iota_\varphi''(t)$. At a joint of two
+        pieces, the result is the acceleration of the piece that starts there.
         """
         self._check_phi(phi)
         return self._derivative(phi, t, 2) if self.space.flat else super().acceleration(phi, t)
@@ -126,7 +128,10 @@ class BezierSpline(CurveEmbedding):
         return speed
 
     def _locate(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the index of the piece that contains each parameter, and the parameter within this piece."""
+        """Return the index of the piece that contains each parameter `t`, and the local parameter on this piece.
+
+        The local parameter increases from 0 to 1 along the piece.
+        """
         if self.pieces == 1:
             return torch.zeros_like(t, dtype=torch.long), t
         # With `right=True`, a joint belongs to the piece that starts there.
@@ -196,11 +201,11 @@ class Bezier(BezierSpline):
         return weights(self.degree, t)
 
     def pull_phi(self, phi: Phi, x: Parameter, w: Points) -> Points:
-        r"""Pull a derivative `w` at the point $\iota_\varphi(x)$ of the curve back to the control points.
+        r"""Compute the derivative of a loss with respect to the control points (pullback).
 
-        If `w` is the derivative of a loss at this point, the result is its derivative with respect to the control
-        points. On a flat space, the derivative with respect to control point $i$ is $b_i(x)\, w$, where $b_i(x)$ is its
-        Bernstein weight.
+        The argument `w` is the derivative of the loss at the point $\iota_\varphi(x)$ of the curve. On a flat space,
+        the derivative with respect to control point $i$ is $b_i(x)\, w$, where $b_i(x)$ is the Bernstein weight of this
+        control point.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -222,11 +227,11 @@ class Bezier(BezierSpline):
         return weighted_sum(coefficients.mT, w.reshape(len(coefficients), *phi.shape[1:]))
 
     def split(self, phi: Phi, t: float) -> tuple[Tensor, Tensor]:
-        r"""Split the curve $\iota$ at `t`, and return the control points of both parts.
+        r"""Split the curve $\iota$ at the parameter `t`, and return the control points of both parts.
 
-        The parts are $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$. On a curved space, a part of a Bézier
-        curve is not a Bézier curve in general. The result then has the correct end points, and its error is of third
-        order in the size of the curve.
+        The parts are the curves $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$ for $s$ from 0 to 1. On a
+        curved space, a part of a Bézier curve is in general not a Bézier curve itself. The returned curves then have
+        the correct end points, and their error is of third order in the size of the curve.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -267,11 +272,12 @@ class Bezier(BezierSpline):
         return torch.stack(before), torch.stack(after[::-1])
 
     def elevate(self, phi: Phi, times: int = 1) -> Points:
-        r"""Return the control points of the same curve as a Bézier curve of higher degree.
+        r"""Return the control points of the same curve, as a Bézier curve of higher degree.
 
-        The result belongs to `Bezier(space, degree + times)`. One elevation computes the points $\gamma(\varphi_i,
-        \varphi_{i-1}; \tfrac{i}{n+1})$ on the geodesics between neighbouring control points. On a curved space, the two
-        curves have the same end points, and they differ by an error of third order in their size.
+        The result belongs to `Bezier(space, degree + times)`. To raise the degree from n to n + 1, the method retains
+        both ends and computes n new inner control points $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$. Here,
+        $\gamma(x, y; s)$ is the point at the fraction $s$ of the geodesic from $x$ to $y$. On a curved space, the old
+        and the new curve have the same end points, and they differ by an error of third order in the size of the curve.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -303,10 +309,10 @@ class Bezier(BezierSpline):
     def through(
         self, points: Points, parameters: Float[Tensor, " m"] | None = None, *, fixed_ends: bool = False
     ) -> Points:
-        r"""Fit control points to data points by least squares, $\min_\varphi \sum_j |\iota_\varphi(t_j) - p_j|^2$.
+        r"""Fit a Bézier curve to data points $p_j$ by least squares, and return its control points.
 
-        $p_j$ are the data points, and $\iota_\varphi(t_j)$ is the point of the curve at the parameter $t_j$. With
-        degree + 1 data points, the curve interpolates them.
+        The control points minimise $\sum_j |\iota_\varphi(t_j) - p_j|^2$, where $\iota_\varphi(t_j)$ is the point of
+        the curve at the parameter $t_j$. With exactly degree + 1 data points, the curve passes through all of them.
 
         Args:
             points: data points (m, *space.shape) with m > degree.
@@ -356,12 +362,12 @@ class Bezier(BezierSpline):
         return torch.stack([points[0], *fitted, points[-1]] if fixed_ends else fitted)
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
-        r"""Compute the parameters $t \in [0, 1]$ of the nearest points of the curve, and the distances.
+        r"""Find the nearest point of the curve for each given point, as a parameter $t \in [0, 1]$ and a distance.
 
-        On a flat space, the squared distance is a polynomial of degree 2n. The method compares the values at the ends
-        and at all roots of its derivative. The result is therefore a global minimum up to the rounding of the
-        coefficients. On a curved space, the method evaluates 32 parameters per control point and refines the best one,
-        so it can miss the global minimum.
+        On a flat space, the squared distance from a given point to the curve is a polynomial of degree 2n in $t$. The
+        method compares its values at both ends of the curve and at all roots of its derivative. The result is therefore
+        the global minimum, up to the rounding of the coefficients. On a curved space, the method evaluates 32
+        parameters per control point and refines the best one. It can therefore miss the global minimum.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -422,7 +428,11 @@ def de_casteljau(space: Manifold, polygon: Float[Tensor, "..."], t: Float[Tensor
 
 
 def weighted_sum(weights: Float[Tensor, "*batch k"], points: Float[Tensor, "k ..."]) -> Float[Tensor, "..."]:
-    """Compute weighted sums (*batch, *shape) of points (k, *shape) in the dtype of the points, even under autocast."""
+    """Compute weighted sums of points in the dtype of the points, even under autocast.
+
+    The weights have the shape (*batch, k), the points have the shape (k, *shape), and the sums have the shape (*batch,
+    *shape).
+    """
     # Autocast would round the operands of the matrix product to half precision.
     with torch.autocast(points.device.type, enabled=False):
         sums = weights.to(points.dtype) @ points.reshape(len(points), math.prod(points.shape[1:]))
@@ -430,7 +440,10 @@ def weighted_sum(weights: Float[Tensor, "*batch k"], points: Float[Tensor, "k ..
 
 
 def differences_gram(phi: Float[Tensor, "control ..."]) -> Float[Tensor, "n n"]:
-    r"""Compute the Gram matrix of the differences $\varphi_{i+1} - \varphi_i$ in float64, on the CPU."""
+    r"""Compute the Gram matrix of the differences $\varphi_{i+1} - \varphi_i$ between neighbouring control points.
+
+    The matrix is a float64 tensor on the CPU.
+    """
     rows = list(phi.reshape(len(phi), math.prod(phi.shape[1:])))
     inner = gram(rows[1:], minus=rows[:-1])[0].cpu()
     if not bool(inner.isfinite().all()):
@@ -453,7 +466,10 @@ def check_space(space: Manifold) -> None:
 
 
 def _chord_parameters(rows: list[Tensor]) -> Tensor:
-    """Return parameters from 0 to 1 whose differences are proportional to the distances of neighbouring points."""
+    """Return the chord-length parameters of a sequence of points.
+
+    The parameters increase from 0 to 1, in proportion to the distances between neighbouring points.
+    """
     with torch.no_grad():
         steps = [gram([b.detach()], minus=a.detach()).sqrt().item() for a, b in pairwise(rows)]
     lengths = torch.tensor([0.0, *steps], dtype=torch.float64).cumsum(0)

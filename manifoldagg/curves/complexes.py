@@ -1,6 +1,7 @@
-"""Simplicial complexes: embeddings that consist of simplices with shared vertices.
+"""Simplicial complexes of models, which are unions of simplices with shared vertices.
 
-A simplex is the convex hull of its vertices, which are models.
+A simplex is the convex hull of its vertices, and the vertices are models. For example, two triangles with a common edge
+form a simplicial complex.
 """
 
 import itertools
@@ -27,14 +28,15 @@ VolumeMode = Literal["face", "volume"]
 
 @dataclass(frozen=True)
 class Complex(Hull):
-    r"""A simplicial complex: simplices (faces) with shared vertices $\varphi_0, \dots, \varphi_{V-1}$.
+    r"""A simplicial complex: a union of simplices with shared vertices $\varphi_0, \dots, \varphi_{V-1}$.
 
-    A coordinate vector $x \in \mathbb{R}^V$ contains one barycentric coordinate for each vertex. Only the vertices of
-    one face may have nonzero coordinates. The image $\iota_\varphi(x)$ is a point of this face, as in a
+    The simplices are called faces. The coordinates of a point are a vector $x \in \mathbb{R}^V$ with one barycentric
+    coordinate for each vertex. Only the vertices of a single face may have nonzero coordinates. These coordinates
+    define the point $\iota_\varphi(x)$ of the face in the same way as in a
     [`Simplex`][manifoldagg.curves.simplex.Simplex].
 
-    A point of several faces has the same image for each of them. On a curved space, its derivatives are those of the
-    first face that contains it.
+    If a point belongs to several faces, all of them define the same point $\iota_\varphi(x)$. On a curved space, the
+    derivatives at this point are those of the first face that contains it.
 
     Args:
         space: as for a simplex.
@@ -102,9 +104,10 @@ class Complex(Hull):
         return tuple(sorted(tuple(sorted(part)) for part in parts))
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
-        """Draw barycentric coordinates (*batch, V) of random points.
+        """Draw the barycentric coordinates (*batch, V) of random points of the complex.
 
-        For each point, the method draws a face, with equal probabilities, and then a uniform point of this face.
+        For each point, the method first draws one of the faces, which all have the same probability. It then draws a
+        uniformly distributed point of this face.
         """
         device = None if generator is None else generator.device
         return self._sample_in_faces(
@@ -118,9 +121,10 @@ class Complex(Hull):
         by: VolumeMode = "volume",
         generator: torch.Generator | None = None,
     ) -> Float64[Tensor, "..."]:
-        """Draw barycentric coordinates (*batch, V) of random points of the complex.
+        """Draw the barycentric coordinates (*batch, V) of random points of a complex with given vertices.
 
-        By default, the probability of a face is proportional to its volume, so the points are uniformly distributed.
+        By default, the probability of each face is proportional to its volume, so the points are uniformly distributed
+        over the complex.
 
         Args:
             phi: the vertices (V, *space.shape).
@@ -148,9 +152,9 @@ class Complex(Hull):
         return torch.stack([Simplex(self.space, len(face)).log_volume(phi[list(face)]) for face in self.faces])
 
     def volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
-        """Compute the sum of the volumes of the faces on a flat space.
+        """Compute the volume of the complex on a flat space, which is the sum of the volumes of its faces.
 
-        If faces overlap, the overlap counts for each of them.
+        If several faces overlap, the volume of the overlap is counted once for each of these faces.
 
         Raises:
             ArgumentError: if the space is curved, `phi` is invalid, or the faces have different dimensions.
@@ -160,10 +164,11 @@ class Complex(Hull):
         return torch.stack([Simplex(self.space, len(face)).volume(phi[list(face)]) for face in self.faces]).sum()
 
     def log_volume(self, phi: Float[Tensor, "size ..."], *, by: VolumeMode = "volume") -> Float64[Tensor, ""]:
-        r"""Compute a volume regulariser from the volumes $V_f$ of the faces.
+        r"""Compute the log-volume of the complex, which a fit can use as a regulariser.
 
-        By default, it is $\log \sum_f V_f$, the logarithm of the total volume. With `by="face"`, it is $\sum_f \log
-        V_f$, which prevents single faces from collapsing.
+        Let $V_f$ be the volume of face $f$. By default, the result is $\log \sum_f V_f$, the logarithm of the total
+        volume. With `by="face"`, the result is $\sum_f \log V_f$. As a regulariser, this sum also prevents single faces
+        from collapsing, because it is $-\infty$ if the volume of any face is 0.
 
         Raises:
             ArgumentError: if the space is curved, `phi` is invalid, or the volumes of faces of different dimensions
@@ -185,7 +190,8 @@ class Complex(Hull):
     ) -> Float[Tensor, "size ..."]:
         r"""Compute the gradient of `log_volume` with respect to the vertices, $\sum_f s_f\, \partial \log V_f$.
 
-        The factor of a face with the volume $V_f$ is $s_f = V_f / \sum V$. With `by="face"`, it is $s_f = 1$.
+        The sum is over the faces $f$ with the volumes $V_f$. By default, the factor $s_f$ is the fraction of the face
+        in the total volume, $s_f = V_f / \sum_g V_g$. With `by="face"`, the factor is $s_f = 1$.
         """
         check_choice("by", by, ("face", "volume"))
         self._check_phi(phi)
@@ -200,7 +206,7 @@ class Complex(Hull):
     def nearest(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float64[Tensor, "..."], Float64[Tensor, "..."]]:
-        """Compute the barycentric coordinates of the nearest point of the complex, and the distance.
+        """Find the nearest point of the complex for each given point, as barycentric coordinates and a distance.
 
         If several faces are equally near, the result is on the first of these faces.
         """
@@ -218,7 +224,10 @@ class Complex(Hull):
         return chosen[0], nearest
 
     def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
-        """Return the weights of the vertices in float64: the coordinates `x` (*batch, V) divided by their sum."""
+        """Normalise the barycentric coordinates `x` (*batch, V) to the sum 1, and return them in float64.
+
+        The results are the weights of the vertices in the weighted mean that defines a point.
+        """
         self._containing_face(x)
         return super().weights(x)
 
@@ -266,7 +275,8 @@ class Complex(Hull):
         return self.log_volumes(phi.detach()).softmax(0).nan_to_num(0.0)
 
     def _check_equal_dimensions(self) -> None:
-        """Raise an `ArgumentError` if the faces have different dimensions, because their volumes cannot be added."""
+        """Raise an `ArgumentError` if the faces have different dimensions."""
+        # Volumes of different dimensions cannot be added.
         sizes = sorted({len(face) - 1 for face in self.faces})
         if len(sizes) > 1:
             raise ArgumentError(f"faces: expected faces of one dimension, whose volumes add up, got dimensions {sizes}")

@@ -1,4 +1,8 @@
-"""Trainable control points of an embedding: which points are trained, how they start, and how they are parametrised."""
+"""Trainable control points of an embedding, such as a curve of models.
+
+The module defines which control points a fit trains, how it initialises them, and how it parametrises them for the
+optimiser.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +23,11 @@ __all__ = ["Control", "FreePoints", "initial_points"]
 
 @dataclass(frozen=True)
 class Control:
-    r"""Settings for the inner control points of an embedding in a fit.
+    r"""Settings of a fit for the inner control points of an embedding, such as a curve.
 
-    The inner control points are all points except the first and the last one. Below, $\Theta^t$ is the base point of
-    the fit, and the chord is the line or geodesic from the first to the last point.
+    The inner control points are all control points except the first and the last one. In the description of the
+    options, $\Theta^t$ is the base point, at which the fit starts. The chord is the straight line, or on a curved space
+    the geodesic, from the first to the last control point.
 
     Args:
         rate: the learning rate of the inner points. The default is the learning rate of the end points.
@@ -73,7 +78,7 @@ class Control:
         return trainable
 
     def check(self, embedding: Embedding, *, alternate: bool) -> bool:
-        """Check that the settings suit an embedding.
+        """Check that a fit of an embedding can use the settings.
 
         Returns:
             Whether the inner points are stored as displacements from the chord.
@@ -97,7 +102,7 @@ class Control:
 
     @torch.no_grad()
     def initialize(self, space: Manifold, phi: Tensor) -> None:
-        """Set the inner control points of `phi` (size, *space.shape) to their initial values, in place."""
+        """Set the inner control points of `phi` to their initial values, in place."""
         last = len(phi) - 1
         for i in range(1, last):
             if self.start == "base":
@@ -152,7 +157,10 @@ class FreePoints:
         return [{"params": [self.end, *starts], "lr": rate}, *inner]
 
     def set_gradients(self, derivative: Tensor) -> None:
-        """Set the gradients of the optimiser parameters, given the derivative (size, *shape) for all points."""
+        """Set the gradients of the optimiser parameters.
+
+        The argument `derivative` (size, *shape) is the derivative of the objective with respect to all control points.
+        """
         pulled = derivative
         if self.shift is not None:
             # The end point also moves the inner points along the chord, so its gradient includes their derivatives.
@@ -174,7 +182,10 @@ class FreePoints:
                 self.phi[1:-1] = self._assemble(self.phi[0], self.phi[-1], self.shift)[1:-1]
 
     def _assemble(self, start: Tensor, end: Tensor, shift: Tensor) -> Tensor:
-        """Compute the control points from the ends and from the displacements of the inner points from the chord."""
+        """Compute all control points from the two ends and the displacements of the inner points.
+
+        Each displacement is measured from the corresponding point of the chord between the ends.
+        """
         chord = end - start
         # Float64 avoids overflow and underflow of the squares of float32 entries.
         square = chord.double() @ chord.double()

@@ -1,4 +1,8 @@
-"""Diagnostics of a curve in a loss landscape: its barrier, its curvature, and how its losses compare to its chord."""
+"""Diagnostics of a curve in a loss landscape.
+
+The diagnostics are the loss barrier along the curve, the ratio of the losses on its chord to the losses on the curve,
+and the curvature. The chord is the straight line or geodesic between the ends of the curve.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,15 +38,15 @@ The distance is larger than the rounding error of the parameter, but too small t
 
 @dataclass(frozen=True, eq=False)
 class Barrier:
-    """The losses $L$ along a curve and along its chord.
+    """The losses along a curve and along its chord.
 
     The chord is the direct path between the ends of the curve: a straight line or, on a curved space, a geodesic.
 
     Attributes:
-        t: (m,), the parameters of the curve at which the losses are evaluated.
-        fraction: (m,), `t`, or the fraction of the length before each point.
-        losses: (m,), the losses along the curve.
-        chord: (m,), the losses at the same fractions of the chord, which is a straight line or a geodesic.
+        t: the parameters (m,) of the curve at which the losses are evaluated.
+        fraction: the position (m,) of each point on the curve: its parameter, or its fraction of the arc length.
+        losses: the losses (m,) along the curve.
+        chord: the losses (m,) along the chord, at the same fractions of its length.
     """
 
     t: Float64[Tensor, " m"]
@@ -55,9 +59,10 @@ class Barrier:
 
     @property
     def height(self) -> float:
-        r"""The barrier of the curve $\iota$, $\max_t\, L(\iota(t)) - (1 - t) L(\iota(0)) - t L(\iota(1)) \ge 0$.
+        r"""The barrier of the curve: the largest excess of the loss over the linear interpolation between both ends.
 
-        It is the largest excess of the loss $L$ over the linear interpolation between the losses at both ends.
+        Let $L(\lambda)$ be the loss of the curve at the position $\lambda$ = `fraction`. The barrier is $\max_\lambda\,
+        L(\lambda) - (1 - \lambda) L(0) - \lambda L(1) \ge 0$.
         """
         return self._excess(self.losses).max().item()
 
@@ -87,7 +92,8 @@ class Barrier:
     ) -> Any:
         """Plot the losses along the curve and along its chord.
 
-        A dotted line connects the losses at both ends. Barriers are measured from this line.
+        A dotted line connects the losses at both ends of the curve. The barrier of each path is its largest height
+        above this line.
 
         Args:
             axes: matplotlib axes. The default is the axes of a new figure.
@@ -111,7 +117,7 @@ class Barrier:
         return axes
 
     def _excess(self, losses: Tensor) -> Tensor:
-        """Return the losses minus the linear interpolation between both ends, which is exactly 0 at the ends."""
+        """Return the losses minus the linear interpolation between the losses at both ends."""
         excess = losses - torch.lerp(losses[0], losses[-1], self.fraction)
         # Rounding of the interpolation must not cause a barrier at an end.
         excess[[0, -1]] = 0
@@ -120,11 +126,13 @@ class Barrier:
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    r"""The curvature of a path at several parameters, which is the length $k$ of its curvature vector.
+    r"""The curvature of a curve at several parameters, and its total turning.
+
+    The curvature $k(t)$ is the angle by which the direction of the curve turns per unit of length.
 
     Attributes:
-        t: (m,), the parameters at which the curvature is evaluated.
-        values: (m,), the curvatures $k(t)$, in 1 / units of the space.
+        t: the parameters (m,) at which the curvature is evaluated.
+        values: the curvatures $k(t)$, (m,). Their unit is the reciprocal of the unit of length of the space.
         total: the total turning $\int k\, ds$ in radians, which includes the angles at corners.
     """
 
@@ -149,19 +157,21 @@ class Curvature:
 def barrier(
     curve: CurveEmbedding, phi: Phi, function: Callable[[Tensor], float], *, points: int = 101, by: str = "parameter"
 ) -> Barrier:
-    r"""Compute the barrier of the loss $L$ along a curve $\iota_\varphi$ and along its chord.
+    r"""Compute the loss barrier of a curve $\iota_\varphi$, and the barrier of its chord for comparison.
+
+    The barrier is the largest excess of the loss $L$ over the linear interpolation between the losses at both ends:
 
     $$\max_{t}\; L(\iota_\varphi(t)) - \big( (1 - t)\, L(\iota_\varphi(0)) + t\, L(\iota_\varphi(1)) \big)$$
 
-    The barrier is the largest excess of the loss over the linear interpolation between the losses at both ends. The
-    maximum is taken over a grid that contains both ends, so a barrier is never negative.
+    The maximum is taken over a grid of parameters that contains both ends, so a barrier is never negative.
 
     Args:
         curve: a curve on any space. On a curved space the chord is the geodesic between the ends.
         phi: the control points of the curve, (size, *space.shape).
         function: a function from a point (*space.shape) to a number, such as the loss over a data set.
         points: the number of grid points on the curve and on the chord.
-        by: `"parameter"` for a grid that is uniform in t, or `"length"` for a grid that is uniform in the arc length.
+        by: `"parameter"` for a grid that is uniform in $t$, or `"length"` for a grid that is uniform in the arc length.
+            With `"length"`, the interpolation is linear in the arc length, and not in $t$.
 
     Raises:
         ArgumentError: if an argument is invalid, or `function` does not return a finite number at a grid point.
@@ -203,15 +213,17 @@ def barrier(
 
 
 def chord_ratio(profile: Barrier) -> float:
-    r"""Compute the mean ratio of the loss $L$ along the chord to the loss along the curve.
+    r"""Compute the mean ratio of the loss $L$ on the chord of a curve to the loss on the curve itself.
 
     $$\int_0^1 \frac{L(\hat\gamma(\lambda))}{L(\gamma(\lambda))}\, d\lambda,$$
 
-    where $\gamma$ is the curve and $\hat\gamma$ is the chord, both at the fraction $\lambda$ of their length.
+    where $\gamma(\lambda)$ is the point of the curve at the fraction $\lambda$ of its length, and $\hat\gamma(\lambda)$
+    is the point of the chord at the same fraction of its length.
 
-    The ratio estimates the quality $Q$ of a learned manifold. Assumption 6 of the source states that
+    The ratio estimates the quality $Q$ of a learned manifold. Assumption 6 of the Report states that
     $L(\gamma(\lambda))$ is at most $1/Q$ times $L(\hat\gamma(\lambda))$ for every $\lambda$. At the ends, both losses
-    are equal, so no $Q > 1$ satisfies the assumption as printed. The mean ratio is defined nevertheless.
+    are equal, so the assumption as printed does not hold for any $Q > 1$. In contrast, the mean ratio is always defined
+    for a positive loss.
 
     Args:
         profile: the result of [`barrier`][manifoldagg.curves.diagnostics.barrier] with `by="length"`, for a positive
@@ -243,13 +255,13 @@ def chord_ratio(profile: Barrier) -> float:
 def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvature:
     r"""Compute the curvature $k$ and the total turning $\int k\, ds$ of a curve.
 
-    With the velocity $v$ and the covariant acceleration $a$, they are
+    For the velocity $v$ and the covariant acceleration $a$ of the curve, the curvature and the total turning are
 
     $$k = \frac{\| a - \langle a, v \rangle v / \|v\|^2 \|}{\|v\|^2}, \qquad
       \int k\, ds = \int_0^1 k\, \|v\|\, dt + \sum \angle,$$
 
-    where the sum is over the angles at the corners of a piecewise curve. A geodesic has the curvature 0. If $\|v\|$ is
-    below 1e-12 times its mean, rounding destroys the direction of $v$, so the curvature counts as 0.
+    where the sum is over the angles at the corners of a piecewise curve. A geodesic has the curvature 0. If the speed
+    $\|v\|$ is below 1e-12 times its mean, rounding errors dominate the direction of $v$, so the curvature is set to 0.
 
     Args:
         curve: a curve on any space.
@@ -310,9 +322,9 @@ def _value(function: Callable[[Tensor], float], point: Tensor, label: str) -> fl
 
 
 def _turning_rate(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float) -> tuple[Tensor, Tensor]:
-    """Compute the speed, and the turning rate in radians per unit of t.
+    """Compute the speed of a curve, and its turning rate in radians per unit of the parameter `t`.
 
-    If the speed is below `min_norm`, its direction is undefined, and the turning rate is 0.
+    If the speed is below `min_norm`, the direction of the velocity is undefined, so the turning rate is set to 0.
     """
     parameters = t.flatten()
     point = curve(phi, parameters)
@@ -328,9 +340,9 @@ def _turning_rate(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float
 
 
 def _joint_angles(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float) -> Tensor:
-    """Compute the angles in [0, π] between the velocities before and after each joint.
+    """Compute the angles in [0, π] between the velocities of a piecewise curve before and after each joint.
 
-    If one of the two speeds is below `min_norm`, its direction is undefined, and the angle is 0.
+    If one of the two speeds is below `min_norm`, the direction of this velocity is undefined, so the angle is set to 0.
     """
     point = curve(phi, t)
     before = curve.velocity(phi, t - LEFT_OFFSET)

@@ -1,13 +1,14 @@
-r"""The parameter at which a Bézier curve reaches a given fraction of its chord length, computed exactly.
+r"""The parameter at which a Bézier curve reaches a given fraction of its chord length.
 
-Let $\varphi_0, \dots, \varphi_n$ be the control points, $v_i = \varphi_i - \varphi_0$ their displacements from the
-start, and $G$ the Gram matrix of the displacements. The squared distance of the curve from its start is then a
-polynomial of degree 2n:
+Let $\varphi_0, \dots, \varphi_n$ be the control points of the curve, $v_i = \varphi_i - \varphi_0$ their displacements
+from the start, and $G$ the Gram matrix of these displacements. The squared distance of the curve from its start is then
+a polynomial of degree 2n in the parameter $s$:
 
 $$d^2(s) = b(s)^\top G\, b(s), \qquad b_i(s) = \tbinom{n}{i} s^i (1-s)^{n-i}.$$
 
-The curve reaches the fraction $\rho$ of the chord length at the first root of $d^2(s) = \rho^2\, d^2(1)$ (equation (12)
-of Manifold). The signs of the Bernstein coefficients isolate this root.
+The curve reaches the fraction $\rho$ of its chord length at the first root of the equation $d^2(s) = \rho^2\, d^2(1)$,
+which is (12) of Manifold. The signs of the Bernstein coefficients isolate this root, so no other root can be returned
+by mistake.
 """
 
 import math
@@ -36,8 +37,8 @@ Gram = Sequence[Sequence[Any]]
 def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overshoot: str = "clamp") -> float:
     r"""Find the first parameter at which a curve reaches the fraction $\rho$ of its chord length.
 
-    For a curve $\iota$ with the start $\varphi_0$, this is the smallest $s \ge 0$ with $\|\iota(s) - \varphi_0\| =
-    \rho\,\|\iota(1) - \varphi_0\|$.
+    The chord length is the distance from the start $\varphi_0$ of the curve $\iota$ to its end $\iota(1)$. The result
+    is the smallest $s \ge 0$ with $\|\iota(s) - \varphi_0\| = \rho\,\|\iota(1) - \varphi_0\|$.
 
     Args:
         displacements: $\varphi_1 - \varphi_0, \dots, \varphi_n - \varphi_0$, (n, P). For a quadratic curve, these are
@@ -70,9 +71,11 @@ def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overs
 
 
 def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "clamp") -> float:
-    """Compute `parameter_at_distance` from the Gram matrix (n, n) of the displacements.
+    """Find the first parameter at which a curve reaches a fraction of its chord length, from a Gram matrix.
 
-    The function checks that the squared norms are finite. It does not check `rho` and `overshoot`.
+    The function returns the same result as `parameter_at_distance`. The Gram matrix (n, n) contains the inner products
+    of the displacements of the control points from the start. The function checks that the squared norms on its
+    diagonal are finite. It does not check `rho` and `overshoot`.
     """
     for i, row in enumerate(inner):
         if not math.isfinite(row[i]):
@@ -109,7 +112,8 @@ def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "c
 def squared_distance(inner: Gram) -> list[Any]:
     """Compute the Bernstein coefficients of the squared distance from the start.
 
-    Args: inner: the Gram matrix of the displacements.
+    Args:
+        inner: the Gram matrix of the displacements.
     """
     # The displacement v_0 of the start is 0, so its row and column of the Gram matrix are 0.
     zeros = [0.0] * (len(inner) + 1)
@@ -117,9 +121,11 @@ def squared_distance(inner: Gram) -> list[Any]:
 
 
 def _monomial_coefficients(inner: Gram) -> list[float]:
-    """Compute the coefficients of the squared distance in powers of s, which are more accurate for s > 1.
+    """Compute the coefficients of the squared distance of a curve from its start, in powers of s.
 
-    The curve is Σ_k s^k a_k with a_k = Σ_i (-1)^{k-i} C(n,k) C(k,i) v_i, where v_i are the displacements.
+    For s > 1, this form is more accurate than the Bernstein form. The displacement of the curve from its start is Σ_k
+    s^k a_k with a_k = Σ_i (-1)^{k-i} C(n,k) C(k,i) v_i, where v_i is the displacement of control point i from the
+    start.
     """
     n = len(inner)
     to_power = [[(-1) ** (k - i) * math.comb(n, k) * math.comb(k, i) for i in range(1, n + 1)] for k in range(1, n + 1)]

@@ -18,14 +18,15 @@ Coordinates = float | Float[Tensor, "..."]
 
 
 class Embedding(abc.ABC):
-    r"""A low-dimensional subset of the space of models, such as a curve, that is defined by control points.
+    r"""A low-dimensional subset of the space of models, such as a curve of models.
 
     Mathematically, an embedding is a map $\iota_\varphi : M \to M_\Theta$ from coordinates $x \in M$ to models in the
-    space $M_\Theta$. The control points $\varphi$ are `size` models in one tensor (size, *space.shape). Coordinates are
-    a tensor (*batch, *domain), where `domain` is `()` for a curve and (m,) for m coordinates.
+    space $M_\Theta$. The coordinate of a curve, for example, is its parameter. The map is defined by its control points
+    $\varphi$, which are `size` models in one tensor (size, *space.shape). Coordinates are a tensor (*batch, *domain),
+    where `domain` is `()` for a curve and (m,) for m coordinates.
 
-    An embedding does not store $\varphi$, which is an argument of its methods. All methods are differentiable with
-    respect to $\varphi$ and $x$, unless they state otherwise.
+    An embedding does not store its control points $\varphi$. Instead, its methods expect them as an argument. All
+    methods are differentiable with respect to $\varphi$ and $x$, unless they state otherwise.
     """
 
     space: Manifold
@@ -70,8 +71,8 @@ class Embedding(abc.ABC):
     def path_coordinates(self, s: Float[Tensor, "*batch"]) -> Float[Tensor, "..."]:
         r"""Compute the coordinates $x(s)$ of the path from the start to the end point of the embedding.
 
-        The path is a geodesic of the domain. It starts at coordinates that map to the first control point, and ends at
-        coordinates $\omega = x(1)$ that map to the last control point. For a curve, $x(s) = s$.
+        The path is a geodesic of the domain, that is, of the space of coordinates. Its start $x(0)$ maps to the first
+        control point. Its end $\omega = x(1)$ maps to the last control point. For a curve, $x(s) = s$.
 
         Args:
             s: parameters (*batch,) in [0, 1].
@@ -87,7 +88,10 @@ class Embedding(abc.ABC):
         return s
 
     def nearest(self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
-        """Compute the coordinates of the point of the embedding that is nearest to `point`, and the distance."""
+        """Find the nearest point of the embedding for each given point.
+
+        The result consists of the coordinates of the nearest point, and its distance from the given point.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no nearest")
 
     def contains(self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]) -> Tensor:
@@ -102,9 +106,11 @@ class Embedding(abc.ABC):
     def push(
         self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."], u: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        r"""Compute the pushforward $d\iota_\varphi(x)\, u$ of a tangent vector `u` (*batch, *domain), by one jvp.
+        r"""Compute the directional derivative of the embedding at the coordinates `x` (pushforward).
 
-        The pushforward is the derivative of the point $\iota_\varphi(x)$ in the direction `u` of the coordinates.
+        The direction `u` (*batch, *domain) is a tangent vector in the space of coordinates. The pushforward
+        $d\iota_\varphi(x)\, u$ is the rate at which the point $\iota_\varphi(x)$ changes if $x$ moves in this
+        direction. It is computed by one Jacobian-vector product.
         """
         # Forward mode does not accept expanded tensors, whose entries share memory.
         pushed: Tensor = torch.func.jvp(lambda at: self(phi, at), (x.contiguous(),), (u.contiguous(),))[1]
@@ -113,11 +119,11 @@ class Embedding(abc.ABC):
     def pull(
         self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."], w: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        r"""Compute the pullback $d\iota_\varphi(x)^* w$ of a derivative `w` (*batch, *space.shape), by one vjp.
+        r"""Compute the derivative of a loss with respect to the coordinates `x` (pullback).
 
-        If `w` is the derivative of a loss at $\iota_\varphi(x)$, the result is its derivative with respect to the
-        coordinates. It satisfies $\langle w, \mathrm{push}(u) \rangle = \langle \mathrm{pull}(w), u \rangle$ for every
-        $u$.
+        The argument `w` (*batch, *space.shape) is the derivative of the loss at the point $\iota_\varphi(x)$. The
+        pullback $d\iota_\varphi(x)^* w$ satisfies $\langle w, \mathrm{push}(u) \rangle = \langle \mathrm{pull}(w), u
+        \rangle$ for every tangent vector $u$. It is computed by one vector-Jacobian product.
         """
         pulled: Tensor = torch.func.vjp(lambda at: self(phi, at), x)[1](w)[0]
         return pulled
@@ -125,18 +131,19 @@ class Embedding(abc.ABC):
     def pull_phi(
         self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
     ) -> Float[Tensor, "size ..."]:
-        r"""Pull a derivative `w` at the point $\iota_\varphi(x)$ back to the control points $\varphi$, by one vjp.
+        r"""Compute the derivative of a loss with respect to the control points `phi` (pullback).
 
-        If `w` is the derivative of a loss at this point, the result is its derivative with respect to the control
-        points.
+        The argument `w` is the derivative of the loss at the point $\iota_\varphi(x)$, where $\varphi$ are the control
+        points. The pullback is computed by one vector-Jacobian product.
         """
         pulled: Tensor = torch.func.vjp(lambda points: self(points, x), phi)[1](w)[0]
         return pulled
 
     def metric(self, phi: Float[Tensor, "size ..."], x: Float[Tensor, "..."]) -> Float[Tensor, "*batch m m"]:
-        r"""Compute the pullback metric $J^\top G J$ at $x$, which is positive semi-definite.
+        r"""Compute the pullback metric $J^\top G J$ at the coordinates $x$, as a positive semi-definite matrix (m, m).
 
-        $J$ is the Jacobian of $\iota_\varphi$ at $x$, and $G$ is the metric of the space. For a curve, m = 1.
+        $J$ is the Jacobian of the embedding $\iota_\varphi$ at $x$, and $G$ is the metric of the space of models. The
+        size m is the number of coordinates. For a curve, m = 1.
         """
         batch = x.shape[: x.ndim - len(self.domain)]
         # The pushforwards of the unit vectors are the columns of the Jacobian.
@@ -165,7 +172,11 @@ class Embedding(abc.ABC):
 
 
 def rounding_error(phi: Float[Tensor, "control ..."], *others: Tensor) -> float:
-    """Return a bound on the rounding error of a control point in the least precise of the given dtypes."""
+    """Return a bound on the rounding errors of the control points `phi`.
+
+    The bound is the largest norm of a control point, multiplied by the machine epsilon of the least precise dtype of
+    all arguments.
+    """
     # The squares of large float32 entries would overflow, so the norms are accumulated in float64.
     sizes = torch.linalg.vector_norm(phi.detach().flatten(1), dim=1, dtype=torch.float64)
     return max(torch.finfo(x.dtype).eps for x in (phi, *others)) * float(sizes.max())

@@ -1,7 +1,7 @@
-"""The path of an embedding from its start to its end point, as a curve.
+"""The path through an embedding from its start to its end point, as a curve.
 
-A tunnel or a simplex has several dimensions. The path is the curve in it that leads from the first to the last control
-point.
+Embeddings such as tunnels and simplices have more than one dimension. The path is a curve inside the embedding. It
+leads from the first to the last control point.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ __all__ = ["EndPath"]
 class EndPath(CurveEmbedding):
     r"""The curve from the start to the end point of an embedding: $s \mapsto \iota_\varphi(x(s))$.
 
-    The coordinates $x(s)$ are a geodesic of the domain, which the method `path_coordinates` of the embedding computes.
+    The method `path_coordinates` of the embedding computes the coordinates $x(s)$, which form a geodesic of the domain.
     The curve starts at the first control point $\varphi_0$. It ends at the last control point, whose coordinates are
-    $\omega = x(1)$. The curve has the same control points $\varphi$ as the embedding.
+    $\omega = x(1)$. The curve and the embedding have the same control points $\varphi$.
 
     Args:
         embedding: an embedding with an end point.

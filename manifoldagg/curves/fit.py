@@ -1,7 +1,8 @@
-"""Fitting of embeddings by stochastic gradient steps on their control points, in two phases.
+"""Fitting of embeddings, such as curves of models, by gradient steps on their control points.
 
-An embedding is a curve, a simplex or a tunnel of models. The first phase trains its last control point, and the second
-phase trains all free control points.
+A fit has two phases. The first phase trains only the last control point, as in the ordinary training of a model. The
+second phase trains all free control points, which are usually those between the first and the last one. It reduces the
+loss of the models between the ends.
 """
 
 import copy
@@ -77,13 +78,13 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """The result of a fit: the learned control points, the losses, and the state from which the fit can be resumed.
+    """The result of `fit`: the learned control points, the losses, and the state for resuming the fit.
 
     Attributes:
-        phi: the learned points (size, *space.shape).
-        losses: the loss of every step of both phases in chronological order, without the proximal and volume terms.
-        state: the value of `resume=` that continues this fit: a tree of tensors and numbers.
-        converged: whether every phase with at least one step ended on a plateau.
+        phi: the learned control points (size, *space.shape).
+        losses: the loss of each step of both phases in chronological order. Proximal and volume terms are not included.
+        state: a tree of tensors and numbers. Pass it to `fit` as `resume` to continue the fit.
+        converged: whether every phase with at least one step ended because its losses reached a plateau.
     """
 
     phi: Float[Tensor, "size ..."]
@@ -92,7 +93,9 @@ class Fit:
     converged: bool = False
 
     def save(self, path: str | Path) -> None:
-        """Write `state` to a file from which `fit(resume=path)` continues, and replace an existing file atomically.
+        """Write `state` to a file, so that `fit(resume=path)` can continue the fit.
+
+        An existing file is replaced atomically.
 
         Raises:
             ArgumentError: if the folder of `path` does not exist.
@@ -293,9 +296,10 @@ def fit(
 
 @dataclass(frozen=True, eq=False)
 class _Objective:
-    """The objective of a fit.
+    """The loss and the derivatives that a fit computes at each step.
 
-    The values are the losses without regularisers. The derivatives also include the proximal term and the volume term.
+    The loss does not include regularisation terms. In contrast, the derivatives include the derivatives of the proximal
+    term and of the volume term.
     """
 
     curve: Embedding
@@ -305,7 +309,9 @@ class _Objective:
     volume: float
 
     def at(self, theta: Tensor, batch: Any, step: int) -> tuple[float, Tensor]:
-        """Compute the loss at the point `theta`, and the derivative of the sum of the loss and the proximal term.
+        """Compute the loss at the point `theta`, and the derivative of the loss plus the proximal term.
+
+        The returned loss itself does not include the proximal term.
 
         Raises:
             DivergenceError: if the loss is not finite. On a curved space, also if the derivative is not finite.
@@ -325,7 +331,11 @@ class _Objective:
     def at_coordinates(
         self, phi: Tensor, batch: Any, step: int, coordinates: Iterable[tuple[float, Coordinates]]
     ) -> tuple[float, Tensor]:
-        """Compute the weighted mean of the losses at several coordinates, and its derivative with respect to `phi`."""
+        """Compute the weighted mean of the losses at several coordinates, and the derivative of the objective.
+
+        The derivative is taken with respect to the control points `phi`. It includes the proximal term and the volume
+        term.
+        """
         mean = 0.0
         total = torch.zeros(())
         # One coordinate after another is evaluated, so only one model and its activations are in memory.
@@ -339,7 +349,7 @@ class _Objective:
 
 
 def _log_volume_gradient(embedding: Any, phi: Tensor) -> Tensor:
-    """Compute the derivative of the log-volume of an embedding with respect to its control points.
+    """Compute the gradient of the log-volume of an embedding at the control points `phi`.
 
     Raises:
         ArgumentError: if the log-volume is not finite.
@@ -358,12 +368,14 @@ def _log_volume_gradient(embedding: Any, phi: Tensor) -> Tensor:
 def _restore(
     state: Mapping[str, Any], learner: FreePoints, optimizer: torch.optim.Optimizer, generator: torch.Generator | None
 ) -> None:
-    # `load_state_dict` keeps references to the tensors, which the fit would modify in the caller's state.
-    """Restore the optimiser, the displacements and the generator from the state of an earlier fit.
+    """Restore the optimiser, the displacements of the inner points and the random generator of an earlier fit.
+
+    The argument `state` is the state of the earlier fit.
 
     Raises:
         ArgumentError: if the state belongs to a fit with other arguments.
     """
+    # `load_state_dict` keeps references to the tensors, which the fit would modify in the caller's state.
     saved = copy.deepcopy(state["optimizer"])
     try:
         if (state["shift"] is None) != (learner.shift is None):

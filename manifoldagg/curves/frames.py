@@ -1,7 +1,7 @@
 """Moving frames along a Bézier curve on a flat space.
 
-A moving frame consists of orthonormal vectors that are orthogonal to the curve at each of its points. A tunnel uses
-these vectors as the axes of its cross-sections.
+At each point of the curve, a moving frame consists of orthonormal vectors that are orthogonal to the curve. A tunnel
+uses these vectors as the axes of its cross-sections.
 """
 
 import numpy as np
@@ -17,16 +17,17 @@ __all__ = ["rotation_minimising"]
 def rotation_minimising(
     control: Control, t: Times, *, start: Float64[Tensor, "k m"], steps: int = 64
 ) -> Float64[Tensor, "*times k m"]:
-    """Transport normal vectors along a curve $b$ from $t = 0$ without rotation about the tangent.
+    """Transport normal vectors along a curve $b$ from $t = 0$ to `t`, without rotation about the tangent.
 
-    The derivative $R'$ of the transported vectors is therefore parallel to the tangent $b'$. The method is double
-    reflection between the points of an equidistant grid:
+    Because the vectors do not rotate about the tangent, their derivatives are parallel to the velocity $b'$. The
+    function uses the double reflection method on a grid of evenly spaced parameters. It transports the vectors from one
+    grid point to the next by two reflections:
 
-    1. The first reflection is in the bisecting plane of the chord between two points.
-    2. The second reflection maps the reflected tangent to the tangent at the new point.
+    1. The first reflection is in the plane that bisects the chord between the two points.
+    2. The second reflection maps the reflected tangent to the tangent at the second point.
 
-    Another double reflection leads from the previous grid point to `t`. The chord is computed from the mean velocity,
-    so no digits cancel for small steps. The error is of fourth order in the step.
+    One more double reflection leads from the last grid point before `t` to `t`. The chord is computed from the mean
+    velocity, so small steps do not cause cancellation. The error is of fourth order in the step size.
 
     Args:
         control: control points (n + 1, k).
@@ -61,7 +62,10 @@ def rotation_minimising(
 
 
 def _double_reflection(control: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Compute the rotations (*times, k, k) that transport vectors from the parameters `a` to `b` by two reflections."""
+    """Compute the rotations that transport vectors along a curve from the parameters `a` to the parameters `b`.
+
+    The rotations are matrices (*times, k, k). Each rotation is the product of two reflections.
+    """
     degree = len(control) - 1
     # With this number of nodes, the mean of a polynomial of degree n - 1 is exact.
     nodes, weights = np.polynomial.legendre.leggauss((degree + 1) // 2)

@@ -1,4 +1,4 @@
-"""Base class for curves, and `Path`, a curve with fixed control points."""
+"""The base class for curves, and `Path`, a curve with fixed control points."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,10 +30,10 @@ SEARCH_SAMPLES = 32
 
 
 class CurveEmbedding(Embedding):
-    """Base class for curves, which are embeddings of [0, 1]. Parameters $t$ outside [0, 1] extrapolate the curve.
+    """Base class for curves, which are embeddings of the interval [0, 1].
 
-    The methods of this class work on every space, because they only use its primitives. Subclasses add closed forms for
-    flat spaces.
+    Parameters $t$ outside [0, 1] extrapolate the curve. The methods of this class use only the basic operations of a
+    manifold, such as exp and log, so they work on every space. Subclasses add closed-form solutions for flat spaces.
     """
 
     @property
@@ -46,17 +46,19 @@ class CurveEmbedding(Embedding):
         return (0.0, 1.0)
 
     def velocity(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the velocity $\iota_\varphi'(t)$ of the curve $\iota_\varphi$, (*batch, *space.shape), by one jvp.
+        r"""Compute the velocity $\iota_\varphi'(t)$ of the curve $\iota_\varphi$ at the parameter `t`.
 
-        The velocity is a tangent vector at the point $\iota_\varphi(t)$.
+        The velocity (*batch, *space.shape) is a tangent vector at the point $\iota_\varphi(t)$. It is computed by one
+        Jacobian-vector product.
         """
         return self._point_and_velocity(phi, t)[1]
 
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ of the curve at $t$, (*batch, *space.shape).
+        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ of the curve $\iota$ at the parameter `t`.
 
-        The acceleration is the second derivative of $\log_{\iota(t)} \iota(t + s)$ with respect to s at s = 0. This
-        holds because the logarithm defines normal coordinates, whose Christoffel symbols vanish at the centre.
+        The acceleration (*batch, *space.shape) is the second derivative of $\log_{\iota(t)} \iota(t + s)$ with respect
+        to s at s = 0. The reason is that the logarithm defines normal coordinates, whose Christoffel symbols vanish at
+        the centre $\iota(t)$.
 
         Cost: two nested jvps.
         """
@@ -74,10 +76,11 @@ class CurveEmbedding(Embedding):
         return acceleration
 
     def length(self, phi: Phi, a: float = 0.0, b: float = 1.0) -> Float[Tensor, ""]:
-        r"""Compute the length $\int_a^b \|\iota_\varphi'(t)\|\, dt$ with a relative error of 1e-12 in float64.
+        r"""Compute the length $\int_a^b \|\iota_\varphi'(t)\|\, dt$ of the curve between the parameters `a` and `b`.
 
-        The length is differentiable with respect to $\varphi$, and negative for b < a. On a flat space, it costs one
-        pass over $\varphi$. Differences of control points below 1e-150 then count as 0.
+        The relative error is 1e-12 in float64. The length is differentiable with respect to the control points
+        $\varphi$. If b < a, the length is negative. On a flat space, the computation reads the control points once, and
+        treats distances between neighbours below 1e-150 as 0.
 
         Args:
             phi: control points (size, *space.shape).
@@ -96,7 +99,9 @@ class CurveEmbedding(Embedding):
         return -length if b < a else length
 
     def parameter_at_length(self, phi: Phi, fraction: Parameter) -> Float64[Tensor, "*batch"]:
-        """Compute the parameters $t$ at given fractions of the length, for traversal at constant speed.
+        """Compute the parameters $t$ at which the curve reaches given fractions of its length.
+
+        If the fractions are evenly spaced, the points at these parameters traverse the curve at constant speed.
 
         Args:
             phi: control points (size, *space.shape).
@@ -116,13 +121,13 @@ class CurveEmbedding(Embedding):
         return parameter_at_arc_length(self._speed(phi.detach()), self.breaks, fractions.detach()).to(phi.device)
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
-        r"""Compute the parameters $t \in [0, 1]$ of the nearest points of the curve, and the distances.
+        r"""Find the nearest point of the curve for each given point, as a parameter $t \in [0, 1]$ and a distance.
 
-        The search first evaluates 32 parameters per control point. At the nearest point of the curve, the logarithm of
-        the given point $p$ is orthogonal to the velocity. The search therefore computes a root of $\langle
-        \log_{\iota(t)} p,\, \iota'(t)\rangle$ between the neighbours of the best parameter. If there is only one
-        minimum between them, the result is exact up to rounding. A minimum that is narrower than the distance between
-        two parameters can be missed.
+        The method first evaluates the distance at 32 parameters per control point, and then refines the best of them.
+        At the nearest point of the curve, the logarithm of the given point $p$ is orthogonal to the velocity. The
+        refinement therefore computes a root of $\langle \log_{\iota(t)} p,\, \iota'(t)\rangle$ between the two
+        neighbours of the best parameter. If there is only one minimum between these neighbours, the result is exact up
+        to rounding. The method can miss a minimum that is narrower than the distance between two parameters.
 
         Args:
             phi: control points (size, *space.shape).
@@ -142,11 +147,11 @@ class CurveEmbedding(Embedding):
         return t.reshape(batch), distance(self.space, points, self(phi, t)).reshape(batch)
 
     def contains(self, phi: Phi, point: Points, *, tolerance: float | None = None) -> Bool[Tensor, "*batch"]:
-        r"""Return whether each of the points (*batch, *space.shape) is within `tolerance` of the curve: (*batch,).
+        r"""Return whether each of the points (*batch, *space.shape) is within `tolerance` of the curve, (*batch,).
 
-        The default tolerance is a bound on rounding errors. With the machine epsilon $\varepsilon$ of the less precise
-        dtype and the control points $\varphi_i$, it is $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ on a flat space,
-        and $\sqrt\varepsilon$ on a curved space.
+        The default tolerance allows for rounding errors. On a flat space, it is $4\,$`size`$\,\varepsilon \max_i
+        \|\varphi_i\|$ for the control points $\varphi_i$, and on a curved space, it is $\sqrt\varepsilon$. Here,
+        $\varepsilon$ is the machine epsilon of the less precise of the dtypes of `phi` and `point`.
 
         Raises:
             ArgumentError: if `tolerance` is negative, or a shape is invalid.
@@ -196,8 +201,8 @@ class CurveEmbedding(Embedding):
         return point.reshape(-1, *point.shape[point.ndim - len(self.space.shape) :])
 
     def _search(self, phi: Tensor, points: Tensor) -> Tensor:
+        """Return the parameters (m,) of the nearest points of the curve for m given points."""
         # The grid includes both ends, where the nearest point need not be orthogonal to the curve.
-        """Return the parameters (m,) of the nearest points of the curve to the points (m, *space.shape)."""
         grid = torch.linspace(0, 1, SEARCH_SAMPLES * self.size + 1, dtype=torch.float64, device=phi.device)
         samples = self(phi, grid)
         shape = (len(points), len(grid), *points.shape[1:])
@@ -223,7 +228,10 @@ C = TypeVar("C", bound=CurveEmbedding)
 
 @dataclass(frozen=True, eq=False)
 class Path(Generic[C]):
-    r"""A curve with fixed control points: $t \mapsto \iota_\varphi(t)$, as returned by `curve.at(phi)`.
+    r"""A curve with fixed control points, $t \mapsto \iota_\varphi(t)$.
+
+    The method `curve.at(phi)` returns such an object. Its methods have the same names as those of the curve, but need
+    no control points as an argument.
 
     Args:
         curve: the embedding.
@@ -284,10 +292,11 @@ class Path(Generic[C]):
         return Path(self.curve, self.curve.reverse(self.phi))
 
     def plot(self, axes: Any = None, function: Callable[[Tensor], float] | None = None, *, resolution: int = 31) -> Any:
-        r"""Plot the curve and its control polygon in the plane through its ends and its farthest control point.
+        """Plot the curve and its control polygon in a plane.
 
-        On a curved space, the plot shows the logarithms of the points at the first control point $\varphi_0$, because
-        they are vectors of one tangent space.
+        The plane contains both ends of the curve, and the control point that is farthest from the line through the
+        ends. On a curved space, the plot shows the logarithms of all points at the first control point, because these
+        logarithms are vectors of a single tangent space.
 
         Args:
             axes: matplotlib axes. The default is the axes of a new figure.

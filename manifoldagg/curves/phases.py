@@ -1,4 +1,7 @@
-"""The two phases of a fit: their batches, their stopping criteria, and their state for resuming a fit."""
+"""The two phases of a fit: their batches, their stopping criteria, and the state for resuming a fit.
+
+A fit learns an embedding, such as a curve of models, by gradient steps on its control points.
+"""
 
 import copy
 import math
@@ -20,7 +23,9 @@ __all__ = ["Phases", "Schedule"]
 class Phases:
     """The lengths, the order and the early stopping of the two phases of a fit.
 
-    The first phase trains only the last point, and the second phase trains the free control points of the embedding.
+    A fit learns the control points of an embedding, such as a curve of models. The first phase trains only the last
+    control point. The second phase trains all free control points, which are by default the points between the first
+    and the last one.
 
     Args:
         epochs: the number of passes over the batches in the first and in the second phase.
@@ -75,11 +80,12 @@ class Phases:
 
 
 class Schedule:
-    """An iterable over the steps of a fit, which yields the phase (0 or 1) and the batch of every step.
+    """An iterable over the steps of a fit. Each step consists of its phase (0 or 1) and a batch.
 
-    The phases run one after the other, or they alternate after each pass over the batches. A phase ends after its
-    number of steps or passes, or earlier if its losses have reached a plateau. To interrupt a fit, store the result of
-    `state` between two steps. A new schedule resumes from this position.
+    The second phase follows the first phase, or the phases alternate after each pass over the batches. A phase ends
+    after its number of steps or passes, or earlier if its losses have reached a plateau. To interrupt a fit, store the
+    result of the method `state` between two steps. A new schedule that is created with this state continues at the same
+    position.
 
     Args:
         batches: a re-iterable object, which is iterated once for each pass.
@@ -124,8 +130,9 @@ class Schedule:
     def record(self, loss: float) -> None:
         r"""Record the loss $\ell$ of the latest step, and end its phase if the losses have reached a plateau.
 
-        The criterion compares the running mean $a \leftarrow a + (\ell - a) / n$ of the losses with its best value,
-        where $n$ is the patience.
+        After each step, the running mean $a$ of the losses is replaced by $a + (\ell - a) / n$, where $n$ is the
+        patience. The losses have reached a plateau if the best running mean has not improved for $n$ steps. An
+        improvement counts only if it exceeds the relative threshold `plateau`.
         """
         now = self.progress
         patience = self.phases.patience

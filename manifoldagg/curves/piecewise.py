@@ -1,6 +1,6 @@
-"""Curves of several Bézier pieces, joined end to end.
+"""Curves that consist of several Bézier pieces, joined end to end.
 
-A curve of many pieces can follow a long path more closely than a single piece of the same degree.
+A curve with many pieces can follow a long path more closely than a single Bézier curve of the same degree.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,13 @@ __all__ = ["Piecewise"]
 
 @dataclass(frozen=True)
 class Piecewise(BezierSpline):
-    """A curve of m Bézier pieces of degree n, joined end to end. Each piece covers an interval of length 1/m.
+    """A curve of m Bézier pieces of degree n, joined end to end.
 
-    The curve has $mn + 1$ control points. Every n-th control point is a joint, which two pieces share, so the curve is
-    continuous. Its velocity is continuous at a joint if the two neighbouring control points are reflections of each
-    other in the joint. The method `smooth` returns such control points. At a joint, derivatives belong to the piece
-    that starts there.
+    Each piece covers a parameter interval of length 1/m. The curve has $mn + 1$ control points. Neighbouring pieces
+    share a control point, which is called a joint, so the curve is continuous. The velocity is also continuous if, at
+    each joint, the control points before and after the joint are reflections of each other in the joint. The method
+    `smooth` returns such control points. Otherwise, the derivatives at a joint are those of the piece that starts
+    there.
 
     Args:
         space: a flat space, or a space with exp and log.
@@ -53,12 +54,13 @@ class Piecewise(BezierSpline):
         check_space(self.space)
 
     def smooth(self, phi: Phi) -> Points:
-        r"""Return control points of a curve with continuous velocity.
+        r"""Return control points for which the velocity of the curve is continuous.
 
-        The joints $J$ are processed from the start to the end. The control point after each joint is replaced by the
-        reflection $\exp_J(-\log_J \varphi_{-})$ of the control point $\varphi_{-}$ before the joint. All other control
-        points do not change. With degree 2, every inner control point is next to two joints, so a reflection affects
-        all later pieces.
+        A joint is a control point that two pieces share. The method processes the joints from the start to the end of
+        the curve. At each joint $J$, it replaces the control point after the joint by the reflection $\exp_J(-\log_J
+        \varphi_{-})$ of the control point $\varphi_{-}$ before the joint. All other control points remain unchanged.
+        With degree 2, each control point between two joints is next to both of them, so one reflection affects all
+        later pieces.
 
         Args:
             phi: control points (size, *space.shape).
@@ -95,9 +97,10 @@ class Piecewise(BezierSpline):
         return Bezier(self.space, self.degree).at(phi[k * self.degree : (k + 1) * self.degree + 1])
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
-        """Compute the parameters of the points of the curve that are nearest to given points, and the distances.
+        """Find the nearest point of the curve for each given point, as a parameter and a distance.
 
-        Arguments, result and errors are the same as in [`Bezier.nearest`][manifoldagg.curves.Bezier.nearest].
+        The arguments, the result and the errors are the same as in
+        [`Bezier.nearest`][manifoldagg.curves.Bezier.nearest].
         """
         nearest = [self.piece(phi, k).nearest(point) for k in range(self.pieces)]
         # Piece k covers the parameters from k/m to (k+1)/m of the whole curve.

@@ -1,6 +1,6 @@
 """The plane through a curve, and the loss landscape in this plane.
 
-The plane contains both ends of the curve and the control point that is farthest from the line between them.
+The plane contains both ends of the curve, and the control point that is farthest from the line through the ends.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,17 +34,17 @@ RANK_TOLERANCE = 1e-7
 
 @dataclass(frozen=True)
 class Plane:
-    """The values of a function over the plane that a curve spans.
+    """The values of a function, such as a loss, on the plane through a curve.
 
-    In the coordinates of the plane, the start of the curve is (0, 0), and its end is (chord length, 0). The control
-    point farthest from the chord has a positive second coordinate.
+    In the coordinates of the plane, the curve starts at (0, 0) and ends at (chord length, 0). The control point that is
+    farthest from the chord has a positive second coordinate.
 
     Attributes:
-        x: (columns,) coordinates along the chord, in units of the space.
-        y: (rows,) coordinates orthogonal to the chord.
-        values: (rows, columns), the function at each grid point.
-        control: (n + 1, 2), the control points. For degrees above 2, they are projected onto the plane.
-        path: (m, 2), points of the curve at evenly spaced parameters.
+        x: the coordinates (columns,) of the grid along the chord, in units of the space.
+        y: the coordinates (rows,) of the grid orthogonal to the chord.
+        values: the function values (rows, columns) at the grid points.
+        control: the control points (n + 1, 2) of the curve. For degrees above 2, they are projected onto the plane.
+        path: points (m, 2) of the curve at evenly spaced parameters.
         others: a mapping from names to the points of further curves, projected onto the plane.
     """
 
@@ -121,10 +121,11 @@ def plane(
     margin: float = 0.25,
     others: Mapping[str, tuple[Embedding, Tensor]] | None = None,
 ) -> Plane:
-    r"""Evaluate `function` over the plane through the ends of a curve and its farthest control point.
+    r"""Evaluate a function on the plane through the ends of a curve and its farthest control point.
 
-    The first axis of the plane is along the chord, and the second axis points to the control point farthest from the
-    chord. The Gram-Schmidt process makes the axes orthonormal. The start $\varphi_0$ is the origin.
+    The origin of the plane is the start $\varphi_0$ of the curve. The first axis points along the chord to the end of
+    the curve. The second axis points to the control point that is farthest from the chord. The Gram-Schmidt process
+    makes the two axes orthonormal.
 
     Args:
         curve: a curve with at least three control points on a flat space.
@@ -177,14 +178,14 @@ def plane(
 
 @dataclass(frozen=True, eq=False)
 class View:
-    r"""An orthonormal coordinate system of the tangent space at a centre $c$, in float64.
+    r"""An orthonormal coordinate system of the tangent space of a manifold at a point $c$, in float64.
 
-    The coordinates of a point $x$ are the components of $\log_c x$ along the unit tangents $a_i$.
+    The coordinates of another point $x$ of the manifold are the components of $\log_c x$ along the axes $a_i$.
 
     Attributes:
-        space: the space of the points.
-        center: the centre $c$ (*shape).
-        axes: the orthonormal tangents $a_i$ (k, *shape). An axis is zero if the points have no extent along it.
+        space: the manifold.
+        center: the point $c$ (*shape), which has the coordinates 0.
+        axes: the orthonormal tangent vectors $a_i$ (k, *shape). An axis is zero if the points have no extent along it.
     """
 
     space: Manifold
@@ -196,11 +197,12 @@ class View:
 
     @classmethod
     def of(cls, space: Manifold, phi: Tensor) -> "View":
-        """Return a plane at the first of several points (n + 1, *space.shape) that approximates all points.
+        """Create a coordinate system with two axes, whose plane approximates several points.
 
-        The first axis points to the last point, or to the farthest point if the first and the last point are equal. The
-        second axis points to the point farthest from the first axis. If all points are on one line, the second axis is
-        zero.
+        The points `phi` have the shape (n + 1, *space.shape), and the first of them is the origin. The first axis
+        points to the last point. If the first and the last point are equal, it points to the point farthest from the
+        origin instead. The second axis points to the point farthest from the first axis. If all points are on one line,
+        the second axis is zero.
         """
         points = phi.double()
         center = points[0]
@@ -240,7 +242,11 @@ class View:
     def grid(
         self, function: Callable[[Tensor], float], dtype: torch.dtype, low: Tensor, high: Tensor, resolution: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Evaluate a function on a grid of coordinates from `low` to `high`, at points of the given dtype."""
+        """Evaluate a function on a rectangular grid of the plane, and return the grid coordinates and the values.
+
+        The grid extends from the corner `low` to the corner `high`. The function is called with points of the given
+        dtype.
+        """
         ends = zip(low.tolist(), high.tolist(), strict=True)
         x, y = (torch.linspace(a, b, resolution, dtype=torch.float64) for a, b in ends)
 

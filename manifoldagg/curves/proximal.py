@@ -1,7 +1,7 @@
-"""Proximal terms, which penalise the distance of a model from the start of training.
+"""Proximal terms, which penalise the distance of a model from the point at which its training started.
 
-FedProx and related methods add such a term to the loss of a client, so that its model stays close to the model of the
-server.
+Methods such as FedProx add a proximal term to the loss of each client. The term keeps the model of the client close to
+the model of the server.
 """
 
 from typing import Protocol, runtime_checkable
@@ -19,12 +19,12 @@ __all__ = ["ProximalTerm", "add_proximal_gradient", "check_proximal"]
 
 @runtime_checkable
 class ProximalTerm(Protocol):
-    r"""The interface of proximal terms $r(\theta, \Theta^t)$, which training adds to the loss on flat spaces.
+    r"""Interface for proximal terms $r(\theta, \Theta^t)$, which training on a flat space adds to the loss.
 
-    A proximal term penalises the distance of the model $\theta$ from the start of training $\Theta^t$. An example is
-    [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal], the proximal term of FedMRUR. Every option
-    `proximal` also accepts a number $\mu \ge 0$, which selects the term $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ of
-    FedProx. This term is defined on every space.
+    A proximal term penalises the distance of the model $\theta$ from the model $\Theta^t$ at the start of training. An
+    example is [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal], the proximal term of FedMRUR. Every
+    option `proximal` also accepts a number $\mu \ge 0$. A number selects the proximal term of FedProx,
+    $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ with the distance $d$, which is defined on every space.
     """
 
     def gradient(self, theta: Tensor, base: Tensor) -> Tensor:

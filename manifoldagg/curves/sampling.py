@@ -1,7 +1,7 @@
-"""Sampling of the coordinates at which a fit evaluates an embedding for each batch.
+"""Sampling of coordinates for the fit of an embedding.
 
-An embedding, such as a curve, maps coordinates to models. For each batch, the fit averages the loss over one or more
-coordinates.
+An embedding, such as a curve, maps coordinates to models. For each batch of data, the fit selects one or more
+coordinates and averages the losses of the corresponding models.
 """
 
 from collections.abc import Iterator
@@ -20,11 +20,13 @@ __all__ = ["Sampling"]
 
 @dataclass(frozen=True)
 class Sampling:
-    r"""A method that samples the weighted coordinates at which a fit evaluates the loss for each batch.
+    r"""A method that selects the weighted coordinates at which a fit evaluates the loss for each batch.
 
-    Every method except `"length"` samples the domain $M$ uniformly. The weights $w_k$ and coordinates $x_k$ therefore
-    satisfy $\mathbb{E} \sum_k w_k f(x_k) = \int_M f$ for every function $f$. With `"length"`, the points
-    $\iota_\varphi(x_k)$ are uniform on the image of a curve of length $L$:
+    The weights $w_k$ and coordinates $x_k$ define the weighted mean $\sum_k w_k f(x_k)$ of a function $f$ of the
+    coordinates, such as the loss. Every method except `"length"` samples the domain $M$ of the coordinates uniformly.
+    The expectation of the weighted mean is then $\int_M f$. For `"quadrature"`, this equation is exact only if $f$ is a
+    polynomial of limited degree. With `"length"`, the points $\iota_\varphi(x_k)$ are uniformly distributed along a
+    curve of length $L$:
 
     $$\mathbb{E} \sum_k w_k f(x_k) = \frac1L \int_0^1 f(t)\, \|\iota_\varphi'(t)\|\, dt, \qquad
       L = \int_0^1 \|\iota_\varphi'(t)\|\, dt.$$
@@ -67,10 +69,10 @@ class Sampling:
         check_count("samples", self.samples)
 
     def check(self, embedding: Embedding) -> None:
-        """Check that only uniform sampling is used for embeddings that are not curves.
+        """Check that the sampling is uniform if the embedding is not a curve.
 
         Raises:
-            ArgumentError: if `embedding` is not an embedding of [0, 1].
+            ArgumentError: if `embedding` is not a curve, and the sampling is not uniform.
         """
         if self.kind != "uniform" and embedding.domain:
             raise ArgumentError(f"sampling: expected uniform, or a curve with {self.kind}, got {embedding}")

@@ -1,7 +1,8 @@
-"""The shape of a Bézier curve on a flat space: minimum speed, curvature, and the feet of points on the curve.
+"""Geometric properties of a Bézier curve on a flat space, such as its minimum speed and its maximum curvature.
 
-The shape depends only on distances and angles between the control points. The functions therefore use coordinates in
-the span of the control points, which has at most n dimensions instead of P.
+These properties depend only on the distances and angles between the control points. The functions therefore represent
+the n + 1 control points by their coordinates in a basis of their span. The span has at most n dimensions, whereas a
+model has P dimensions.
 """
 
 import torch
@@ -33,10 +34,11 @@ Times = Float64[Tensor, "*times"]
 
 
 def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
-    """Compute the coordinates of control points in an orthonormal basis of their span: (n + 1, min(n, P)).
+    """Compute the coordinates of control points in an orthonormal basis of their span.
 
-    The first point is the origin. Distances and angles are preserved up to rounding, even for almost collinear points.
-    The result has no derivatives.
+    For n + 1 control points in P dimensions, the result has the shape (n + 1, min(n, P)). The first control point is
+    the origin. Distances and angles are preserved up to rounding, even if the points are almost collinear. The result
+    has no derivatives.
 
     Cost: one pass over `phi`, without temporary memory of size P.
 
@@ -57,10 +59,11 @@ def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
 
 
 def span(phi: Float[Tensor, "control ..."]) -> tuple[Float64[Tensor, "k P"], Control]:
-    r"""Compute an orthonormal basis of the span of $\varphi_i - \varphi_0$, and the control points in this basis.
+    r"""Compute an orthonormal basis of the span of the differences $\varphi_i - \varphi_0$ of control points.
 
-    The basis is the result of the Gram-Schmidt process. Its first vector is parallel to $\varphi_1 - \varphi_0$, and
-    therefore to the velocity $b'(0)$ of the curve. The coordinates are differentiable.
+    The function returns the basis and the coordinates of the control points in it. The basis is the result of the
+    Gram-Schmidt process. Its first vector is parallel to $\varphi_1 - \varphi_0$, and therefore to the velocity at the
+    start of the curve. The coordinates are differentiable with respect to the control points.
     """
     points = phi.double().flatten(1)
     columns, triangle = torch.linalg.qr((points[1:] - points[0]).mT)
@@ -79,9 +82,10 @@ def derivative(control: Control, t: Times, order: int = 1) -> Float64[Tensor, "*
 
 
 def min_speed(control: Control) -> tuple[float, float]:
-    """Compute the minimum of the speed $|b'|$ of a curve on [0, 1], and return its parameter and its value.
+    """Find the minimum of the speed $|b'|$ of a curve $b$ on [0, 1].
 
-    The parameter is a root of the polynomial $(|b'|^2)'$, or an end of the interval.
+    The function returns the parameter of the minimum and the speed there. The parameter is a root of the polynomial
+    $(|b'|^2)'$, or an end of the interval.
     """
     # |b'|² is a polynomial, whose Bernstein coefficients follow from the Gram matrix of the hodograph.
     velocity = (len(control) - 1) * control.diff(dim=0)
@@ -92,12 +96,14 @@ def min_speed(control: Control) -> tuple[float, float]:
 
 
 def max_curvature(control: Control) -> tuple[float, float]:
-    r"""Compute the maximum of the curvature $\kappa$ of a curve $b$ on [0, 1], and return its parameter and its value.
+    r"""Find the maximum of the curvature $\kappa$ of a curve $b$ on [0, 1].
+
+    The function returns the parameter of the maximum and the curvature there. The curvature is defined by
 
     $$\kappa^2 = \frac{N}{\sigma^3}, \qquad \sigma = |b'|^2, \qquad N = |b'|^2 |b''|^2 - \langle b', b''\rangle^2 .$$
 
-    The parameter is a root of the polynomial $N'\sigma - 3N\sigma'$, or an end of the interval. The velocity $b'$ must
-    not be 0.
+    The parameter is therefore a root of the polynomial $N'\sigma - 3N\sigma'$, or an end of the interval. The velocity
+    $b'$ must not be 0 anywhere on the curve.
     """
     degree = len(control) - 1
     if degree == 1:
@@ -123,9 +129,10 @@ def max_curvature(control: Control) -> tuple[float, float]:
 
 
 def curvature_vector(control: Control, t: Times) -> Float64[Tensor, "*times k"]:
-    r"""Compute the curvature vector $k = (b'' - \langle b'', T\rangle T) / |b'|^2$ of a curve $b$.
+    r"""Compute the curvature vector $k = (b'' - \langle b'', T\rangle T) / |b'|^2$ of a curve $b$ at `t`.
 
-    $T = b' / |b'|$ is the unit tangent of the curve.
+    Here, $T = b' / |b'|$ is the unit tangent. The curvature vector is orthogonal to the curve, and its length is the
+    curvature.
     """
     velocity = derivative(control, t)
     bend = derivative(control, t, 2)
@@ -135,12 +142,13 @@ def curvature_vector(control: Control, t: Times) -> Float64[Tensor, "*times k"]:
 
 
 def foot_parameters(control: Control, points: Float64[Tensor, "N k"]) -> Float64[Tensor, "N feet"]:
-    r"""Compute the parameters in [0, 1] at which the curve is perpendicular to its connection to each point.
+    r"""Find the feet of the perpendiculars from given points to a curve, as parameters in [0, 1].
 
-    For a point $y$ and a curve $b$, these parameters are the solutions $t$ of $\langle y - b(t), b'(t)\rangle = 0$. The
-    points $b(t)$ are called the feet of $y$. The left side is a polynomial of degree 2n - 1, whose coefficients lose
-    digits to cancellation. One Newton step on the inner product therefore refines each root. Each row of the result
-    contains 2n + 1 parameters: both ends of the curve, the feet, and the second end again as padding.
+    For a point $y$ and a curve $b$, the feet are the points $b(t)$ with $\langle y - b(t), b'(t)\rangle = 0$. The left
+    side of this equation is a polynomial of degree 2n - 1 in $t$, whose coefficients lose digits to cancellation. The
+    function therefore refines each root by one Newton step on the inner product itself. Each row of the result contains
+    the 2n + 1 parameters for one point: the start of the curve, the feet, and the end of the curve, which is repeated
+    as padding.
     """
     velocity = (len(control) - 1) * control.diff(dim=0)
     # The Bernstein polynomials have the sum 1. The coefficients of b - y are therefore φ_i - y.
@@ -204,7 +212,10 @@ def unit(v: Float64[Tensor, "*b k"]) -> Float64[Tensor, "*b k"]:
 
 
 def _gram(a: Tensor, b: Tensor) -> list[float]:
-    """Compute the Bernstein coefficients of the inner product of two curves with the control points `a` and `b`."""
+    """Compute the Bernstein coefficients of the inner product of two Bézier curves.
+
+    The arguments `a` and `b` are the control points of the two curves.
+    """
     coefficients: list[float] = product_coefficients((a @ b.mT).tolist())
     return coefficients
 
@@ -215,8 +226,9 @@ def _multiply(p: list[float], q: list[float]) -> list[float]:
 
 
 def _critical_parameters(polynomial: list[float], control: Control) -> Float64[Tensor, " times"]:
-    """Return candidates for extrema: the roots, both ends, and a grid.
+    """Return all parameters at which a function of the curve parameter can have an extremum.
 
-    The grid is a safeguard for double roots, where the polynomial does not change its sign.
+    They are the roots of `polynomial`, which has the sign of the derivative of the function, and a grid that contains
+    both ends. The grid is a safeguard for double roots, at which the polynomial does not change its sign.
     """
     return torch.cat([control.new_tensor(list(roots(polynomial))), torch.linspace(0, 1, 33).to(control)])

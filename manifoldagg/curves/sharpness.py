@@ -1,6 +1,7 @@
-"""Sharpness-aware minimisation, which finds flat minima because it evaluates gradients at an ascent point.
+"""Sharpness-aware minimisation, a training method that finds flat minima of the loss.
 
-The ascent point is a nearby point at which the loss is approximately maximal.
+At each step, the method evaluates the gradient not at the current model but at the ascent point. The ascent point is a
+nearby point at which the loss is approximately maximal.
 """
 
 from collections.abc import Callable
@@ -21,10 +22,16 @@ __all__ = ["ASAM", "SAM", "Sharpness", "sharpness_aware_gradient"]
 
 @runtime_checkable
 class Sharpness(Protocol):
-    """The interface of methods that select an ascent point, where sharpness-aware training evaluates the gradient."""
+    """Interface for methods that select the ascent point of sharpness-aware training.
+
+    The ascent point is a point near the current model at which the loss is approximately maximal. Training evaluates
+    the gradient at this point.
+    """
 
     def perturb(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
-        """Return the ascent point (*shape) of `theta`, given the derivative (*shape) of the loss in coordinates.
+        """Return the ascent point (*shape) of the model `theta`, given the derivative (*shape) of the loss there.
+
+        The derivative consists of the partial derivatives that autograd computes.
 
         Raises:
             ArgumentError: if the method is not defined on `space`.
@@ -33,9 +40,10 @@ class Sharpness(Protocol):
 
 @dataclass(frozen=True)
 class SAM:
-    r"""Sharpness-aware minimisation with the ascent point $\exp_\theta(\rho\, g / \|g\|_\theta)$.
+    r"""Sharpness-aware minimisation (SAM) with the ascent point $\exp_\theta(\rho\, g / \|g\|_\theta)$.
 
-    $g$ is the gradient of the loss at $\theta$. To first order, the ascent point maximises the loss within the distance
+    SAM evaluates the gradient for the training step at the ascent point instead of the current model $\theta$. Let $g$
+    be the gradient of the loss at $\theta$. To first order, the ascent point maximises the loss within the distance
     $\rho$ of $\theta$. On a flat space, it is $\theta + \rho g / \|g\|$. If $g = 0$, it is $\theta$.
 
     Args:
@@ -65,10 +73,11 @@ class SAM:
 
 @dataclass(frozen=True)
 class ASAM:
-    r"""Adaptive sharpness-aware minimisation with the elementwise ascent point $\theta + \rho\, T^2 g / \|T g\|$.
+    r"""Adaptive sharpness-aware minimisation (ASAM) with the ascent point $\theta + \rho\, T^2 g / \|T g\|$.
 
-    $g$ is the gradient of the loss, and $T = |\theta| + \eta$ is the scale of each parameter. The method requires a
-    flat space. With $\eta = 0$, it is invariant to a rescaling of the coordinates.
+    ASAM evaluates the gradient for the training step at the ascent point instead of the current model $\theta$. Let $g$
+    be the gradient of the loss at $\theta$, and $T = |\theta| + \eta$ the scale of each parameter. All products are
+    elementwise. With $\eta = 0$, the method is invariant to a rescaling of the parameters. It requires a flat space.
 
     Args:
         radius: $\rho > 0$, relative to the parameters. A common value is ten times the radius of SAM.
@@ -105,10 +114,11 @@ class ASAM:
 def sharpness_aware_gradient(
     space: Manifold, loss: Loss, theta: Point, batch: Any, sharpness: Sharpness | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""Compute the loss at $\theta$, and its derivative in coordinates at the ascent point of `sharpness`.
+    r"""Compute the loss at the point $\theta$, and the derivative for a sharpness-aware training step.
 
-    The ascent point $\theta'$ is the result of `sharpness.perturb`. On a curved space, the gradient at $\theta'$ is
-    transported to $\theta$. The derivative at $\theta'$ costs a second forward and backward pass.
+    The derivative is evaluated at the ascent point $\theta'$, which `sharpness.perturb` returns. This evaluation costs
+    a second forward and backward pass. On a curved space, the gradient at $\theta'$ is transported to $\theta$ and then
+    converted to a derivative in coordinates.
 
     Args:
         space: the space of $\theta$.

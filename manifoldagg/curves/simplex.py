@@ -1,6 +1,7 @@
-"""Simplices, which are convex hulls of models, with volumes, nearest points and ensembles.
+"""Simplices of models, with their volumes, nearest points and ensembles.
 
-A point of a simplex is a weighted mean of its vertices. The weights are called barycentric coordinates.
+A simplex is the convex hull of its vertices, and the vertices are models. Each point of a simplex is a weighted mean of
+the vertices. The weights are called barycentric coordinates.
 """
 
 import math
@@ -28,7 +29,10 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 class Hull(Embedding):
-    """Base class for embeddings whose points are means of the control points, weighted by barycentric coordinates."""
+    """Base class for embeddings whose points are weighted means of their control points.
+
+    The weights are barycentric coordinates, which are nonnegative and sum to 1.
+    """
 
     @property
     def domain(self) -> tuple[int, ...]:
@@ -68,9 +72,10 @@ class Hull(Embedding):
     def pull_phi(
         self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
     ) -> Float[Tensor, "size ..."]:
-        """Pull derivatives `w` (*batch, *space.shape) at the points of coordinates `x` back to the vertices.
+        """Compute the derivative of a loss with respect to the vertices (pullback).
 
-        On a flat space, the derivative with respect to vertex $i$ is the sum of $x_i w$ over the batch.
+        The argument `w` (*batch, *space.shape) contains the derivatives of the loss at the points with the coordinates
+        `x`. On a flat space, the derivative with respect to vertex $i$ is the sum of $x_i w$ over the batch.
         """
         if not self.space.flat:
             return super().pull_phi(phi, x, w)
@@ -84,11 +89,11 @@ class Hull(Embedding):
     def contains(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."], tolerance: float | None = None
     ) -> Tensor:
-        r"""Return whether points (*batch, *space.shape) are within `tolerance` of the image, (*batch,).
+        r"""Return whether each of the points (*batch, *space.shape) is within `tolerance` of the embedding, (*batch,).
 
-        The default tolerance is a bound on the rounding error of the points of the image. With the machine epsilon
-        $\varepsilon$ of the less precise dtype and the vertices $\varphi_i$, it is $4\,$`size`$\,\varepsilon \max_i
-        \|\varphi_i\|$.
+        The default tolerance allows for rounding errors. It is $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ for the
+        vertices $\varphi_i$, where $\varepsilon$ is the machine epsilon of the less precise of the dtypes of `phi` and
+        `point`.
 
         Raises:
             ArgumentError: for the same reasons as in `nearest`, or if `tolerance` is negative.
@@ -106,9 +111,11 @@ class Hull(Embedding):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        r"""Compute the mean prediction $\frac1n \sum_j f(\iota_\varphi(x_j))$ of n random models of the embedding.
+        r"""Compute the mean prediction of n models that are drawn at random from the embedding.
 
-        The models are evaluated one after another, so only one of them is in memory at a time.
+        The mean prediction is $\frac1n \sum_j f(\iota_\varphi(x_j))$, where $f$ is the function `predict`, and
+        $\iota_\varphi(x_j)$ is the model with the random coordinates $x_j$. The models are evaluated one after another,
+        so only one of them is in memory at a time.
 
         Args:
             phi: the control points of the embedding.
@@ -234,17 +241,18 @@ class Simplex(Hull):
     def volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
         r"""Compute the volume of the simplex on a flat space, or 0 for a degenerate simplex.
 
-        With the k edges $E$ from the first vertex and the heights $h_i$ of `log_volume`, the volume is $\sqrt{\det(E
-        E^\top)} / k! = \prod_i h_i / i$.
+        Let $E$ be the matrix of the k edges from the first vertex to the other vertices. Let $h_i$ be the height of
+        vertex $i$ above the span of the previous vertices. The volume is then $\sqrt{\det(E E^\top)} / k! = \prod_i h_i
+        / i$.
         """
         parts, solid = self._heights(phi)
         return torch.where(solid, parts.prod(), 0.0)
 
     def log_volume_gradient(self, phi: Float[Tensor, "size ..."]) -> Float[Tensor, "size ..."]:
-        r"""Compute the gradient of `log_volume` with respect to the vertices, $g = B^\top (E E^\top)^{-1} E$.
+        r"""Compute the gradient of `log_volume` with respect to the vertices.
 
-        $E = B \varphi$ contains the k edges from the first vertex to the other vertices, and $B$ is the matrix that
-        computes these differences.
+        The gradient is $g = B^\top (E E^\top)^{-1} E$. The matrix $E = B \varphi$ contains the k edges from the first
+        vertex to the other vertices. The matrix $B$ computes these edges as differences of the vertices $\varphi$.
 
         Returns:
             The gradient (k + 1, *space.shape) in the dtype of `phi`, without derivatives. It satisfies
@@ -263,9 +271,10 @@ class Simplex(Hull):
     def nearest(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float64[Tensor, "..."], Float64[Tensor, "..."]]:
-        r"""Compute the points of the simplex on a flat space that are nearest to given points $p$.
+        r"""Find the nearest point of the simplex for each given point $p$, on a flat space.
 
-        The coordinates $x$ of a nearest point minimise the distance $\|\iota_\varphi(x) - p\|$.
+        The result consists of barycentric coordinates $x$ and distances. The coordinates minimise the distance
+        $\|\iota_\varphi(x) - p\|$.
 
         Args:
             phi: the vertices (size, *space.shape).
@@ -309,18 +318,19 @@ class Simplex(Hull):
     def add_vertex(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float[Tensor, "more ..."], "Simplex"]:
-        r"""Append a vertex to $\varphi$, and return the vertices and the larger simplex.
+        r"""Append a vertex to the vertices $\varphi$, and return the extended vertices and the larger simplex.
 
-        The vertex must have the dtype and the device of $\varphi$.
+        The new vertex must have the dtype and the device of $\varphi$.
         """
         self._check_phi(phi)
         self.space._check({"phi": phi, "point": check_shape("point", point, *self.space.shape)})
         return torch.cat([phi, point.unsqueeze(0)]), replace(self, vertices=self.vertices + 1)
 
     def _heights(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """Return $h_i / i$ for the heights $h_i$ of the vertices, and whether the simplex is nondegenerate.
+        """Return $h_i / i$ for the height $h_i$ of each vertex $i$, and whether the simplex is nondegenerate.
 
-        For a degenerate simplex, all heights are replaced by 1, so that the derivatives remain finite.
+        The height of a vertex is its distance from the span of the previous vertices. For a degenerate simplex, all
+        heights are replaced by 1, so that the derivatives remain finite.
         """
         inner = self._edge_gram(phi)
         # The matrix of a degenerate simplex is replaced before the decomposition, whose derivative would be NaN.
@@ -354,10 +364,11 @@ def _cholesky(inner: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nearest_on_simplex(vertices: Tensor, target: Tensor) -> Tensor:
-    r"""Minimise $\|\sum_i x_i c_i - t\|$ over barycentric coordinates $x$, for vertices $c_i$ and a target $t$.
+    r"""Find the point of a simplex that is nearest to a target $t$, as barycentric coordinates $x$.
 
-    The active-set method starts at the nearest vertex. It adds vertices to the current face as long as this decreases
-    the distance.
+    The coordinates minimise $\|\sum_i x_i c_i - t\|$, where $c_i$ are the vertices of the simplex. The function uses an
+    active-set method, which starts at the vertex nearest to the target. It then adds vertices to the current face as
+    long as this decreases the distance.
     """
     x = torch.zeros_like(vertices.sum(-1)).index_fill(0, (vertices - target).square().sum(-1).argmin(), 1.0)
     scale = math.sqrt(vertices.square().sum(-1).max().item() + target.square().sum().item())
@@ -377,10 +388,11 @@ def _nearest_on_simplex(vertices: Tensor, target: Tensor) -> Tensor:
 
 
 def _add_vertex_to_face(vertices: Tensor, target: Tensor, x: Tensor, vertex: int) -> Tensor:
-    """Minimise the distance over the face of `x` extended by one vertex.
+    """Find the nearest point to the target on a face of a simplex that is extended by one vertex.
 
-    If the minimum is outside of the extended face, vertices leave the face until the minimum is inside. The distance
-    never increases.
+    The face consists of the vertices with positive coordinates in `x`. If the minimum of the distance is outside of the
+    extended face, the function removes vertices from the face until the minimum is inside. The distance never
+    increases.
     """
     face = (x > 0).index_fill(0, torch.tensor(vertex), True)
     while True:

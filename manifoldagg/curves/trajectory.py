@@ -1,4 +1,7 @@
-"""Curves that are fitted to a stream of points, such as the models of a training run, without storing all points."""
+"""Curves that are fitted to a stream of points, such as the models of a training run.
+
+A fit processes one point after another, and does not store all points.
+"""
 
 import math
 
@@ -99,7 +102,10 @@ class PathFit:
         self._last = self.start.clone() if time == "length" and self._sums else None
 
     def observe(self, point: Float[Tensor, "..."]) -> None:
-        r"""Add the next point $\theta_k$ (*space.shape) to the sums. It is neither modified nor stored."""
+        r"""Add the next point $\theta_k$ (*space.shape) of the path to the sums of the fit.
+
+        The method does not modify the point and does not retain a reference to it.
+        """
         before = self._parameters[-1]
         # Without a stored last point, the parameter counts steps.
         now = before + (1.0 if self._last is None else self._step(self._last, point))
@@ -141,17 +147,18 @@ class PathFit:
         return points
 
     def _displacement(self, point: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the displacement of a point from the start, as a minuend and a subtrahend for the kernels.
+        """Return the displacement of a point from the start, as a minuend and a subtrahend.
 
-        On a curved space, it is a logarithm, which has no subtrahend.
+        The displacement is the difference of these two tensors, which the kernels compute. On a curved space, the
+        displacement is a logarithm, so the subtrahend is `None`.
         """
         if self.space.flat:
             return point.flatten(), self.start.flatten()
         return self.space._log(self.start, point).flatten(), None
 
     def _exp_projected(self, tangent: Tensor) -> Tensor:
-        # The combination of tangents is rounded, so the point is projected back to the manifold.
         """Compute the exponential of a tangent at the start, and project the result to the manifold."""
+        # The combination of tangents is rounded, so the point is projected back to the manifold.
         point = self.space._exp(self.start, tangent)
         return self.space._project(point) if "project" in self.space.capabilities else point
 
@@ -165,7 +172,7 @@ class PathFit:
         return length
 
     def _factors(self, before: float, now: float) -> list[tuple[float, float]]:
-        """Return a pair of factors for each sum: one for the old sum, and one for the new displacement."""
+        """Return two factors for each sum: for its old value and for the new displacement."""
         if self.steps is None:
             # Rescaling (x_k / x)^j to the new x multiplies the old sum by (x_before / x)^j. The powers stay in [0, 1],
             # so the sums do not overflow.
@@ -176,7 +183,7 @@ class PathFit:
         return [(1.0, weight) for weight in weights(self.degree, u)[1:-1]]
 
     def _solution_weights(self) -> Float64[Tensor, "free terms"]:
-        """Return the coefficients of each free control point: first of the chord, then of the stored sums."""
+        """Return the weights of the chord and of the stored sums in each free control point."""
         n = self.degree
         coefficients = torch.zeros(n - 1, 1 + len(self._sums), dtype=torch.float64)
         coefficients[:, 0] = torch.arange(1, n, dtype=torch.float64) / n
@@ -197,11 +204,12 @@ class PathFit:
 
 
 class PathPoints:
-    """A polygon whose m vertices are points of a path, at the fractions i/m of its K steps (i = 1 … m).
+    """A polygon whose m vertices are evenly spaced points of a path with K steps.
 
-    If a fraction is between two points of the path, the vertex is interpolated along their geodesic. The last vertex is
-    bitwise equal to the end of the path. Together with the start, the vertices are the control points of
-    `Piecewise(space, degree=1, pieces=m)`.
+    Vertex i is the point of the path at the fraction i/m of the steps, for i = 1, …, m. If this fraction is between two
+    points of the path, the vertex is interpolated along the geodesic between them. The last vertex is bitwise equal to
+    the end of the path. The start of the path and the m vertices together are the control points of `Piecewise(space,
+    degree=1, pieces=m)`.
 
     Args:
         space: a flat space, or a space with exp and log.
@@ -234,7 +242,11 @@ class PathPoints:
         self._found = 0
 
     def observe(self, point: Float[Tensor, "..."]) -> None:
-        """Add the next point (*space.shape). The point is not modified, and it is copied if it is a vertex."""
+        """Add the next point (*space.shape) of the path.
+
+        The method does not modify the point and does not retain a reference to it. If the point is a vertex of the
+        polygon, the method copies it.
+        """
         m = self.pieces
         # Vertex i is the path at the position i K / m. This comparison of integers has no rounding error.
         while self._found < m and (self._found + 1) * self.steps <= (self._num_observed + 1) * m:
@@ -274,7 +286,7 @@ def check_path(degree: int, time: str) -> None:
 
 
 def _check_num_observed(num_observed: int, steps: int) -> None:
-    """Raise an `ArgumentError` if the number of observed points differs from the expected number."""
+    """Raise an `ArgumentError` if the number of observed points is not `steps`."""
     if num_observed != steps:
         raise ArgumentError(f"steps: expected {steps} observed points, got {num_observed}")
 

@@ -1,7 +1,7 @@
-"""Tunnels around curves: sets of models that are close to a curve of low loss.
+"""Tunnels around curves, which are sets of models close to a curve of low loss.
 
-At every point of the curve, a tunnel contains a ball in the normal space, which consists of the directions orthogonal
-to the curve.
+For each point of its curve, a tunnel contains a ball with this point as its centre. The ball extends in the directions
+that are orthogonal to the curve.
 """
 
 import math
@@ -121,10 +121,10 @@ class Tunnel(Embedding):
         return (1 + self._form.num_coordinates,)
 
     def on(self, space: Manifold, degree: int = 2) -> "Tunnel":
-        """Return this tunnel around a Bézier curve in `space`.
+        """Return a tunnel with the same radius and form around a Bézier curve in `space`.
 
-        If this tunnel already has a curve, the new curve has the degree of that curve. Otherwise, it has the degree
-        `degree`.
+        If this tunnel already has a curve, the new curve has the same degree as that curve. Otherwise, the new curve
+        has the degree `degree`.
 
         Example:
             >>> from manifoldagg.manifolds import Flat
@@ -138,7 +138,9 @@ class Tunnel(Embedding):
         return torch.cat([s[..., None], s.new_zeros(*s.shape, self.domain[0] - 1)], -1)
 
     def __call__(self, phi: Phi, x: Coordinates) -> Float[Tensor, "..."]:
-        """Compute points (*batch, *space.shape) at coordinates `x` (*batch, *domain), in the dtype of `phi`.
+        """Compute the points of the tunnel at the coordinates `x`, in the dtype of `phi`.
+
+        The coordinates have the shape (*batch, *domain), and the points have the shape (*batch, *space.shape).
 
         Raises:
             ArgumentError: if a shape is invalid. In the subspace form, also if the control points span fewer than n
@@ -149,7 +151,10 @@ class Tunnel(Embedding):
         return self._form.point(phi, self.curve(phi, t), t, xi)
 
     def sample(self, *batch: int, generator: Generator = None) -> Float64[Tensor, "..."]:
-        """Draw coordinates (*batch, n) of the subspace form, uniform in the product of [0, 1] and the ball.
+        r"""Draw random coordinates $(t, \xi)$ of a tunnel in subspace form, (*batch, n).
+
+        The curve parameter $t$ is uniformly distributed in [0, 1]. The offset $\xi$ from the curve is uniformly
+        distributed in a ball.
 
         Raises:
             NotImplementedError: for the ambient form, whose coordinates depend on the control points. Call `sample_in`.
@@ -198,11 +203,12 @@ class Tunnel(Embedding):
         return self._sample_at(phi, t, generator, by_volume=uniform == "volume")
 
     def check(self, phi: Phi) -> float:
-        r"""Check that the tunnel of $\varphi$ does not fold, and return $r \max_t |k(t)|$, which is below 1.
+        r"""Check that the tunnel around the curve with the control points $\varphi$ does not fold.
 
-        A tunnel of radius $r$ folds if $r |k(t)| \ge 1$ for the curvature vector $k$ of the curve. The candidates for
-        $\min |b'|$ and $\max |k|$ are roots of polynomials, so the check does not depend on a grid. If r = 0, the
-        tunnel is the curve, and every curve is valid.
+        A tunnel of radius $r$ folds if $r |k(t)| \ge 1$ at some parameter $t$, where $k$ is the curvature vector of the
+        curve. The method returns $r \max_t |k(t)|$, which is below 1 if the check succeeds. It computes the minimum
+        speed and the maximum curvature from the roots of polynomials, so the check does not depend on a grid. If r = 0,
+        the tunnel is the curve itself, so every curve is valid.
 
         Raises:
             ArgumentError: if `phi` has another shape or is not finite, or if the tunnel folds or $b'(t) = 0$. The
@@ -230,12 +236,13 @@ class Tunnel(Embedding):
         return r * curvature
 
     def volume_element(self, phi: Phi, x: Coordinates) -> Float64[Tensor, "*batch"]:
-        r"""Compute the volume element $|b'(t)|\,(1 - \langle \xi, k(t)\rangle)$ of the tunnel, in float64.
+        r"""Compute the volume element of the tunnel at the coordinates $x = (t, \xi)$, in float64.
 
-        $k = (b'' - \langle b'', T\rangle T)/|b'|^2$ is the curvature vector of the curve $b$, and $T = b'/|b'|$ is its
-        tangent. In the subspace form, $\xi$ is in units of the chord length, so the volume element is multiplied by
-        $|\varphi_n - \varphi_0|^{n-1}$. In both forms, the volume element is the square root of the determinant of the
-        pullback metric.
+        The volume element is $|b'(t)|\,(1 - \langle \xi, k(t)\rangle)$, where $\xi$ is the offset of the point from the
+        curve $b$. The curvature vector of the curve is $k = (b'' - \langle b'', T\rangle T)/|b'|^2$ with the unit
+        tangent $T = b'/|b'|$. In the subspace form, the coordinates $\xi$ are in units of the chord length, so the
+        volume element is multiplied by $|\varphi_n - \varphi_0|^{n-1}$. In both forms of the coordinates, the volume
+        element is the square root of the determinant of the pullback metric.
         """
         self._require_flat("volume_element")
         self._check_phi(phi)
@@ -247,13 +254,14 @@ class Tunnel(Embedding):
         return torch.mul(derivative(control, t).norm(dim=-1), scale * (1 - component))
 
     def log_volume(self, phi: Phi) -> Float64[Tensor, ""]:
-        r"""Compute the log-volume $\log(L\, V_m(r))$ in float64, by the tube formula of Weyl and Hotelling.
+        r"""Compute the log-volume of the tunnel in float64, by the tube formula of Weyl and Hotelling.
 
-        $L$ is the length of the curve, and $V_m(r)$ is the volume of a ball of radius $r$ in the m normal dimensions.
-        In the subspace form m is n - 1, and in the ambient form it is P - 1. The formula is exact for every regular
-        curve whose curvature $|k|$ satisfies $r \max |k| < 1$. If the tunnel overlaps itself, the volume counts with
-        its multiplicity. The result is differentiable with respect to $\varphi$. For radius 0 and m > 0, the result is
-        $-\infty$.
+        The log-volume is $\log(L\, V_m(r))$, where $L$ is the length of the curve and $V_m(r)$ is the volume of an
+        m-dimensional ball of radius $r$. For a curve of degree n in a space of P dimensions, the number of normal
+        dimensions is m = n - 1 in the subspace form, and m = P - 1 in the ambient form. The formula is exact for every
+        regular curve whose curvature $|k|$ satisfies $r \max |k| < 1$. If the tunnel overlaps itself, the overlap is
+        counted with its multiplicity. The result is differentiable with respect to the control points. If the radius is
+        0 and m > 0, the result is $-\infty$.
 
         Raises:
             ArgumentError: for the same reasons as in `check`.
@@ -271,12 +279,13 @@ class Tunnel(Embedding):
 
     @torch.no_grad()
     def nearest(self, phi: Phi, point: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
-        r"""Compute the coordinates of the nearest points of the tunnel to given points $y$, and the distances.
+        r"""Find the nearest point of the tunnel for each given point $y$, as coordinates and a distance.
 
-        The nearest point is in one of the following disks, and the method compares all of them:
+        The tunnel consists of disks that are orthogonal to its curve $b$. The nearest point is in one of the following
+        disks, and the method compares all of them:
 
-        - the disk at a parameter t with $\langle y - b(t), b'(t)\rangle = 0$, which is a polynomial equation;
-        - the disk at an end of the tunnel.
+        - the disk at each parameter t that solves the polynomial equation $\langle y - b(t), b'(t)\rangle = 0$;
+        - the disk at each end of the tunnel.
 
         The results have no derivatives.
 
@@ -315,12 +324,13 @@ class Tunnel(Embedding):
 
     @torch.no_grad()
     def contains(self, phi: Phi, point: Float[Tensor, "..."]) -> Tensor:
-        r"""Return whether points (*batch, *space.shape) are in the tunnel, (*batch,).
+        r"""Return whether each of the points (*batch, *space.shape) is in the tunnel, (*batch,).
 
-        A point $y$ is in the tunnel of the curve $b$ with the radius $r$ if, for some parameter t, $\log_{b(t)} y$ is
-        orthogonal to $b'(t)$ and not longer than $r$. On a flat space, the tolerance is $4 (n + 1)(1 +
-        2\varepsilon)\,u\,\max_i |\varphi_i|$, where $u$ is the machine epsilon of the less precise dtype. On a curved
-        space, the tolerance is $50\,u\,(1 + r)$, and the method searches for one such t in each of 64 subintervals.
+        A tunnel of radius $r$ around a curve $b$ contains the point $y$ if a parameter t satisfies two conditions:
+        $\log_{b(t)} y$ is orthogonal to $b'(t)$, and its length is at most $r$. On a flat space, the tolerance is $4 (n
+        + 1)(1 + 2\varepsilon)\,u\,\max_i |\varphi_i|$, where $u$ is the machine epsilon of the less precise of the
+        dtypes of `phi` and `point`. On a curved space, the tolerance is $50\,u\,(1 + r)$, where $u$ is the machine
+        epsilon of the dtype of `phi`. The method then searches for one such t in each of 64 subintervals of [0, 1].
 
         Raises:
             ArgumentError: for the same reasons as in `nearest`.
@@ -355,9 +365,9 @@ class Tunnel(Embedding):
     def profile(
         self, phi: Phi, function: Function, *, points: int = 11, draws: int = 16, generator: Generator = None
     ) -> tuple[Float64[Tensor, " points"], Float64[Tensor, " points"], Float64[Tensor, " points"]]:
-        """Estimate the mean and the maximum of a function over cross-sections of the tunnel.
+        """Estimate the mean and the maximum of a function on each of several cross-sections of the tunnel.
 
-        The estimates are computed from uniformly distributed random points of each cross-section.
+        The method computes the estimates from random points that are uniformly distributed in the cross-section.
 
         Args:
             phi: the control points.
@@ -379,7 +389,11 @@ class Tunnel(Embedding):
         return t.cpu(), values.mean(1), values.amax(1)
 
     def _sample_at(self, phi: Tensor, t: Tensor, generator: torch.Generator, *, by_volume: bool = False) -> Tensor:
-        """Draw coordinates at parameters `t`, uniform in the ball or with the density of the volume element."""
+        """Draw random coordinates (t, ξ) of the tunnel at given parameters `t`.
+
+        By default, ξ is uniformly distributed in the ball. With `by_volume`, its density is proportional to the volume
+        element.
+        """
         # `tail` determines the exponential variable, and `flip` whether ξ is replaced by -ξ.
         tail, flip = uniform_draws(2, *t.shape, generator=generator).to(t.device)
         xi = self._form.sample_ball(phi, t, tail, generator)
@@ -391,7 +405,7 @@ class Tunnel(Embedding):
         return torch.cat([t[..., None].to(xi), xi], -1)
 
     def _check_sampling(self, phi: Tensor, generator: Generator, *, validate: bool = True) -> torch.Generator:
-        """Check the control points of a tunnel, and return the given generator or the default generator of torch."""
+        """Check the control points of a tunnel, and return the random generator to use."""
         self._check_phi(phi)
         if self.space.flat and validate:
             self.check(phi)
@@ -486,11 +500,11 @@ class _AmbientForm:
 
 @dataclass(frozen=True)
 class _SubspaceForm:
-    """The coordinates of a tunnel in subspace form, where ξ contains components in a moving frame.
+    """The coordinates (t, ξ) of a tunnel in subspace form.
 
-    The components are in units of the chord length.
-
-    The frame is orthonormal, orthogonal to the curve, and in the span of the control points.
+    In this form, the vector ξ contains the components of the offset from the curve in a moving frame. The unit of the
+    components is the chord length. The frame is orthonormal, orthogonal to the curve, and in the span of the control
+    points.
     """
 
     curve: Bezier
@@ -558,8 +572,11 @@ class _SubspaceForm:
         return self.radius * ball_scale(z.norm(dim=-1), tail)[..., None] * z
 
     def _frame(self, control: Tensor, t: Tensor) -> Tensor:
+        """Compute the rotation-minimising frame at the parameters `t`.
+
+        The columns of the result are the vectors of the frame, in the coordinates of the span of the control points.
+        """
         # The first axis of the span is parallel to b'(0), so the other axes are normal to the curve at t = 0.
-        """Compute the rotation-minimising frame at the parameters `t`, as columns in the span of the control points."""
         start = torch.eye(control.shape[1]).to(control)[:, 1:]
         return rotation_minimising(control, t, start=start, steps=self.steps)
 
@@ -585,7 +602,9 @@ def _no_velocity(t: float) -> str:
 
 
 def log_ball(dimension: int, radius: Float64[Tensor, ""]) -> Float64[Tensor, ""]:
-    r"""Compute the logarithm of the volume $V_m(r) = \pi^{m/2} r^m / \Gamma(m/2 + 1)$ of an m-dimensional ball.
+    r"""Compute the logarithm of the volume of an m-dimensional ball with the radius $r$.
+
+    The volume is $V_m(r) = \pi^{m/2} r^m / \Gamma(m/2 + 1)$.
 
     Example:
         >>> import torch
@@ -603,9 +622,10 @@ def uniform_draws(*shape: int, generator: torch.Generator) -> Float64[Tensor, ".
 
 
 def ball_scale(size: Float64[Tensor, "*b"], tail: Float64[Tensor, "*b"]) -> Float64[Tensor, "*b"]:
-    """Return the factor that maps a standard normal vector of length `size` to a uniform point of the unit ball.
+    """Return the factor that maps a standard normal vector to a uniformly distributed point of the unit ball.
 
-    The factor also depends on an exponential variable, which is computed from a uniform random number `tail` in [0, 1).
+    The factor depends on the length `size` of the normal vector and on an exponential random variable. The exponential
+    variable is computed from `tail`, a uniform random number in [0, 1).
     """
     # -2 log(1 - U) is twice an exponential variable. `log1p` is accurate for small U. The formula is a case of a
     # theorem of Barthe, Guédon, Mendelson and Naor (2005) on uniform points of a ball.
@@ -614,10 +634,11 @@ def ball_scale(size: Float64[Tensor, "*b"], tail: Float64[Tensor, "*b"]) -> Floa
 
 
 def sample_by_length(control: Control, count: int, generator: torch.Generator) -> Float64[Tensor, " count"]:
-    """Draw parameters with the exact density $|b'(t)| / L$, by rejection sampling.
+    """Draw parameters of a curve $b$ whose points are uniformly distributed along the length of the curve.
 
-    $b'$ is the velocity and $L$ the length of the curve. The velocity is a Bézier curve, so its longest control vector
-    is an upper bound on the speed.
+    The density of the parameters is exactly $|b'(t)| / L$, where $b'$ is the velocity and $L$ is the length of the
+    curve. The function uses rejection sampling with an upper bound on the speed. The velocity is itself a Bézier curve,
+    so the length of its longest control vector is such a bound.
     """
     bound = (len(control) - 1) * control.diff(dim=0).norm(dim=-1).max()
     # Each pass draws twice the requested number, because some of the draws are rejected.
