@@ -1,4 +1,7 @@
-"""Alias check: the memory that a step writes must not overlap with other memory that the step uses."""
+"""Check for overlapping memory before an optimizer step.
+
+If a tensor that the step writes shares memory with another tensor of the step, the result can be wrong.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,14 +18,14 @@ __all__ = ["MemoryAccess", "check_no_alias"]
 
 @dataclass(frozen=True)
 class MemoryAccess:
-    """Memory that the step of one model writes and reads.
+    """The tensors that the optimizer step of one model writes and reads.
 
-    Each row contains one tensor per parameter of the model.
+    The tensors are grouped into rows. A row contains one tensor for each parameter of the model.
 
     Attributes:
         names: the names of the parameters.
-        writes: the rows that the step overwrites, which are the parameters and the stored state.
-        reads: the rows that the step only reads, such as gradients. Other objects than tensor lists are ignored.
+        writes: the rows that the step overwrites. They contain the parameters and the stored state.
+        reads: the rows that the step only reads, such as gradients. Objects that are not tensor lists are ignored.
     """
 
     names: Sequence[str]
@@ -31,10 +34,10 @@ class MemoryAccess:
 
 
 def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
-    """Check that no written tensor overlaps with another tensor of the steps.
+    """Check that no tensor that a step writes shares memory with another tensor of the step.
 
-    There is one exception: a read tensor may be identical to a written tensor of the same parameter. The step is
-    correct in this case, because it reads each number before it overwrites this number.
+    There is one exception: a tensor that the step only reads may be identical to a written tensor of the same
+    parameter. This case is safe, because the step reads each number before it overwrites this number.
 
     Args:
         accesses: the memory of each model that is updated.

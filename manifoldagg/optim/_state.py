@@ -71,10 +71,10 @@ def common(state: ParamState) -> dict[str, Any]:
 
 
 def uniform_across_params(states: Sequence[ParamState]) -> bool:
-    """Return whether `common` is the same for all parameters.
+    """Return whether all parameters have the same shared state.
 
-    The function compares one entry of all parameters at a time. For models with hundreds of parameters, this is faster
-    than calling `common` for each parameter.
+    The shared state of a parameter is the result of `common`. The function compares one entry of all parameters at a
+    time. For models with hundreds of parameters, this is faster than calling `common` for each parameter.
 
     Args:
         states: the stored state of each parameter.
@@ -93,7 +93,10 @@ def uniform_across_params(states: Sequence[ParamState]) -> bool:
 
 
 def rule_key(rule: Rule) -> int:
-    """Return an integer that encodes the names of the class of a rule and of the classes of its wrapped rules."""
+    """Return an integer that identifies the class of a rule and the classes of the rules that it wraps.
+
+    The integer encodes the names of these classes.
+    """
     return _encode_string(_rule_name(rule))
 
 
@@ -185,12 +188,12 @@ def _iter_leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple
 
 @dataclass(frozen=True, eq=False)
 class NormBound:
-    """Upper bound of the norm of a row, which is valid until the tensors of the row are written.
+    """Upper bound on the norm of a list of tensors, which is valid until one of the tensors is written.
 
     Attributes:
-        row: the row, with one tensor per parameter.
+        row: the list, with one tensor for each parameter.
         norm: the upper bound.
-        versions: the version counters of the tensors, with which PyTorch counts the writes to a tensor.
+        versions: the version counter of each tensor when the bound was computed. PyTorch increases it at each write.
     """
 
     row: TensorList
@@ -214,7 +217,11 @@ class NormBound:
         return NormBound(row, rounded * norm, tuple(map(_version, row)))
 
     def applies_to(self, row: TensorList) -> bool:
-        """Return whether `row` consists of the tensors of this bound, and none of them has been written since."""
+        """Return whether the bound is valid for `row`, a list with one tensor for each parameter.
+
+        The bound is valid if `row` contains the tensor objects for which the bound was computed, and none of them has
+        been written since then.
+        """
         same = len(row) == len(self.row) and all(map(is_, row, self.row))
         return same and tuple(map(_version, row)) == self.versions
 
@@ -259,9 +266,9 @@ def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound
 
 
 def _restore_tuples(tree: Any) -> Any:
-    """Replace each dict whose keys are decimal numbers with a tuple.
+    """Convert each dict whose keys are decimal numbers to a tuple.
 
-    The items are sorted by key, because loading a state may change their order.
+    The items are sorted by key, because a loaded state may contain them in a different order.
     """
     if not isinstance(tree, dict):
         return tree

@@ -132,7 +132,8 @@ class Outer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of the optimizer.
 
-        In contrast to the method of the base class, state tensors retain the dtypes in which they were saved.
+        In contrast to `torch.optim.Optimizer.load_state_dict`, this method does not convert the tensors of the state to
+        the dtypes of the parameters. They retain the dtypes in which they were saved.
 
         Args:
             state_dict: the result of `state_dict()`.
@@ -166,9 +167,9 @@ class Outer(torch.optim.Optimizer):
     ) -> Any:
         r"""Apply the pseudo-gradients in `grad` to the parameters, as one update of one worker.
 
-        The drift is the difference of the current parameters and the start model of the worker. Some rules use the
-        drift, such as `FedOrtho`. For these rules, pass the start model of a stale worker as `base`. `HeLoCo`,
-        `Momentum(ASGD(...))` and buffered rules do not use the drift.
+        Some rules, such as `FedOrtho`, use the drift. The drift is the difference between the current parameters and
+        the start model of the worker. If such a rule applies the update of a stale worker, pass the start model of the
+        worker as `base`. `HeLoCo`, `Momentum(ASGD(...))` and buffered rules do not use the drift.
 
         Args:
             closure: a function that computes the gradients and returns the loss. With `None`, the gradients must
@@ -236,10 +237,11 @@ class Outer(torch.optim.Optimizer):
         return dict(zip(params, base, strict=True))
 
     def _param_sets(self, group: dict[str, Any]) -> list["ParamSet"]:
-        """Return the parameters of a group that have a gradient, as sets with the same shared state.
+        """Divide the parameters of a group into sets with the same shared state.
 
-        A group has more than one set if its parameters have completed different numbers of steps. The reason is that
-        the state of a rule contains numbers that apply to the whole model.
+        Parameters without a gradient are omitted. The state of a rule contains numbers that apply to a whole model. If
+        the parameters of a group have completed different numbers of steps, these numbers differ. The group is then
+        divided into several sets.
         """
         gradients: list[Any] = [p.grad for p in group["params"]]
         indices = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -330,15 +332,15 @@ class Outer(torch.optim.Optimizer):
 
 @dataclass
 class ParamSet:
-    """Set of parameters that the rule processes as one model.
+    """A set of parameters that the server rule processes as one model.
 
     Attributes:
         params: the parameters.
         names: the names of the parameters in error messages.
         gradients: the gradient of each parameter.
-        states: the stored state of each parameter.
-        common_state: the part of the state that is the same for all parameters.
-        rate: the learning rate of the group.
+        states: the stored optimizer state of each parameter.
+        common_state: the part of the state that is the same for all parameters of the set.
+        rate: the learning rate of the parameter group.
     """
 
     params: list[Tensor]
@@ -351,16 +353,16 @@ class ParamSet:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """Validated step of a set of parameters, which has not been applied yet.
+    """An optimizer step for a set of parameters that has been validated but not yet applied.
 
     Attributes:
         params: the parameters.
         names: the names of the parameters in error messages.
-        current: the local values of the parameters.
+        current: the parameters as local tensors. For a sharded parameter, this is the local shard.
         previous_states: the stored state of each parameter before the step.
         pending_step: the linear combination to add to the parameters, or `None` if the parameters do not change.
-        new_state: the leaves of the new state of the rule, by name.
-        norm_bounds: the known upper bounds of the norms of stored rows, by name, or `None` for sharded parameters.
+        new_state: the entries of the new state of the rule, by name.
+        norm_bounds: the known upper bounds on the norms of state entries, by name, or `None` for sharded parameters.
     """
 
     params: list[Tensor]
@@ -420,7 +422,7 @@ class PlannedStep:
         return bounds
 
     def dtypes(self, name: str) -> list[torch.dtype]:
-        """Return the dtype in which a linear combination of the new state is stored, for each parameter."""
+        """Return the dtype in which the state entry `name` is stored, for each parameter."""
         if name in self.existing_rows:
             return [tensor.dtype for tensor in self.existing_rows[name]]
         return [torch.promote_types(tensor.dtype, torch.float32) for tensor in self.current]
