@@ -1,8 +1,8 @@
 """Routing of tasks to clients, which determines how often an asynchronous server selects each client.
 
-The package describes a server and its clients as a closed queueing network, in which each client has a service rate. It
-computes delays and convergence bounds as functions of the routing, and finds the routing with the smallest bound. It
-does not use models, and depends only on NumPy and SciPy.
+The package models a server and its clients as a closed queueing network, in which each client has a service rate. It
+computes delays and convergence bounds for a given routing, and finds the routing with the smallest bound. The package
+does not use any models, so it depends only on NumPy and SciPy.
 """
 
 from manifoldagg.routing.adaptive import AdaptiveRouting

@@ -1,4 +1,7 @@
-"""Validation of shares and rates as read-only float64 vectors, and base classes for dataclasses with vectors."""
+"""Validation of the shares and rates of clients, and base classes for dataclasses that contain arrays.
+
+The validated shares and rates are read-only float64 vectors.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,9 +22,10 @@ MAX_RATE = 1e300
 
 
 def rate_vector(values: Numbers) -> np.ndarray:
-    """Validate service rates (in tasks per unit of time), and return them as a vector.
+    """Validate the service rates of clients in tasks per unit of time, and return them as a vector.
 
-    The reciprocal of a rate is a mean service time, so very small and very large rates are rejected too.
+    The mean service time of a client is the reciprocal of its rate, and must be a finite float. The function therefore
+    also rejects very small and very large rates.
 
     Raises:
         ArgumentError: if a rate is not between `MIN_RATE` and `MAX_RATE`.
@@ -43,9 +47,9 @@ def positive_vector(name: str, values: Numbers, clients: int) -> np.ndarray:
 
 
 def routing_vector(values: Numbers, clients: int, *, positive: bool = False) -> np.ndarray:
-    """Validate the shares of a routing: nonnegative numbers, one for each client, whose sum is 1 up to 1e-6.
+    """Validate the shares of a routing, and return them as a vector without rescaling.
 
-    The shares are returned as a vector and are not rescaled.
+    A routing has one nonnegative share for each client. The shares must sum to 1, up to a tolerance of 1e-6.
 
     Raises:
         ArgumentError: if a share is negative, or the sum is not 1. The message contains the index of the share or the
@@ -75,10 +79,10 @@ def _check_entries(name: str, x: np.ndarray, valid: np.ndarray, expected: str) -
 
 
 class ShortRepr:
-    """Base class for dataclasses with arrays, whose `repr` is one short line.
+    """Base class for dataclasses that contain arrays, with a `repr` of one short line.
 
-    The `repr` shows the shape of an array instead of its entries, and omits fields with default values. Subclasses must
-    be dataclasses with `repr=False`.
+    The `repr` shows the shape of each array instead of its entries, and omits the fields that have their default
+    values. Subclasses must be dataclasses with `repr=False`.
     """
 
     def __repr__(self) -> str:
@@ -89,9 +93,9 @@ class ShortRepr:
 
 
 class ContentEquality:
-    """Base class for frozen dataclasses with vectors, which compares and hashes instances by their contents.
+    """Base class for frozen dataclasses that contain arrays, with equality and hashes based on the contents.
 
-    The equality that `dataclass` generates does not work for NumPy arrays.
+    The methods that `dataclass` generates do not work with NumPy arrays, because `==` compares arrays elementwise.
     """
 
     def __eq__(self, other: object) -> bool:

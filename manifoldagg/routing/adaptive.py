@@ -1,4 +1,8 @@
-"""Adaptive routing, which estimates the constants of a bound during a run and updates the shares gradually."""
+"""Adaptive routing, which adjusts the shares of the clients gradually during a run.
+
+The best shares minimise a convergence bound, whose constants are unknown before the run. Adaptive routing therefore
+estimates these constants during the run.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -29,7 +33,8 @@ class AdaptiveRouting:
     $$\hat \mu_i = \frac{w + c_i}{w / \mu_i + s_i},$$
 
     where $w$ is the prior weight and $\mu_i$ the guessed rate. This estimate is the posterior mean under a gamma prior
-    with the mean $\mu_i$. While a client does not return its task, its estimated rate decreases.
+    with the mean $\mu_i$. The service in progress is included only if a method receives the current time `now`. The
+    estimated rate of a client then decreases as long as the client does not return its task.
 
     The other constants of the bound are estimated as follows. Until the estimate of a constant is positive, its guess
     is used.
@@ -115,34 +120,40 @@ class AdaptiveRouting:
             self._rounds += 1
 
     def on_dropout(self, client: int, time: float) -> None:
-        """Record that a client's oldest task was lost. A lost task does not change the estimated rate."""
+        """Record that the oldest task of a client was lost.
+
+        A lost task does not change the estimated service rate of the client.
+        """
         i = self._check_busy(client)
         time = _check_time(time, self._pending[i][0], "the time of its dispatch")
         self._pending[i].popleft()
         self._last_return[i] = max(self._last_return[i], time)
 
     def observe_loss(self, value: float) -> None:
-        """Record the value of the loss function at the server's model, from which the gap A is estimated.
+        """Record the loss of the current server model, for the estimate of the gap A.
 
-        The first recorded value must belong to the initial model.
+        The estimated gap is the first recorded loss minus the lowest one. The first recorded loss must therefore be the
+        loss of the initial model.
         """
         value = check_number("value", value)
         first, lowest = self._losses or (value, value)
         self._losses = first, min(lowest, value)
 
     def observe_noise(self, value: float) -> None:
-        """Record a sample of the noise B.
+        """Record a sample of the gradient noise B, which is estimated by the mean of all samples.
 
-        An example is twice the squared distance of a client's gradient from the mean gradient of all clients.
+        For example, a sample can be twice the squared distance between the gradient of a client and the mean gradient
+        of all clients.
         """
         value = check_number("value", value, at_least=0)
         count, mean = self._noise
         self._noise = count + 1, mean + (value - mean) / (count + 1)
 
     def observe_smoothness(self, value: float) -> None:
-        """Record a lower bound on the smoothness constant L.
+        """Record a lower bound on the smoothness constant L of the loss.
 
-        Any two models give such a bound: the distance of their gradients divided by the distance of the models.
+        Any two models provide such a bound: the distance between their gradients, divided by the distance between the
+        models.
         """
         self._smoothness = max(self._smoothness, check_number("value", value, above=0))
 
@@ -176,9 +187,10 @@ class AdaptiveRouting:
         return replace(bound, rounds=max(bound.rounds, self._rounds)) if gap and isinstance(bound, TimeBound) else bound
 
     def reroute(self, now: float | None = None) -> np.ndarray:
-        """Move the shares towards the best routing for the estimated bound, and return the new p, (n,).
+        """Move the routing towards the best routing for the estimated bound, and return the new shares p, (n,).
 
-        The option `max_change` limits the move. The attribute `last_optimum` contains the best routing itself.
+        The option `max_change` limits the size of the move. The best routing itself is stored in the attribute
+        `last_optimum`.
 
         Args:
             now: the current time, as in `rates`.

@@ -33,9 +33,10 @@ MeanAndProduct = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Bound(ContentEquality, ShortRepr):
-    """Base class for bounds on the gradient norm, as functions of the routing.
+    """Base class for convergence bounds, which limit the gradient norm as a function of the routing.
 
-    An object stores the constants of a problem and is called with a routing.
+    A bound object stores the constants of an optimisation problem. Call the object with a routing to evaluate the
+    bound.
 
     Args:
         rates: the service rates of the clients, (n,), in tasks per unit of time.
@@ -82,7 +83,7 @@ class Bound(ContentEquality, ShortRepr):
     def unnormalised(self, p: np.ndarray | Sequence[float]) -> float:
         """Evaluate the formula of the bound at positive numbers p, (n,), whose sum may differ from 1.
 
-        `gradient` computes the derivatives of this function.
+        The method `gradient` computes the derivatives of this formula.
 
         Raises:
             ArgumentError: if an entry is not positive.
@@ -91,10 +92,10 @@ class Bound(ContentEquality, ShortRepr):
         return self._value(positive_vector("p", p, self.clients))
 
     def gradient(self, p: np.ndarray | Sequence[float]) -> np.ndarray:
-        r"""Compute the partial derivatives of `unnormalised` with respect to the shares $p_j$ at a routing, (n,).
+        """Compute the partial derivatives of the bound with respect to the shares $p_j$ of a routing, (n,).
 
-        A change of the routing preserves the sum of the shares. Therefore, only the differences between the derivatives
-        matter.
+        The derivatives are those of the method `unnormalised`, so they ignore the constraint that the shares sum to 1.
+        Every change of a routing preserves this sum. Therefore, only the differences between the derivatives matter.
 
         Raises:
             ArgumentError: if p is not a routing with positive shares.
@@ -111,8 +112,9 @@ class Bound(ContentEquality, ShortRepr):
     def logit_gradient(self, theta: np.ndarray | Sequence[float]) -> np.ndarray:
         r"""Compute the gradient of the bound with respect to logits $\theta$, (n,).
 
-        The routing is $p = \operatorname{softmax}(\theta)$, so an optimiser needs no constraints. If $g$ is the
-        gradient with respect to $p$, the result is $p_j (g_j - \langle p, g \rangle)$.
+        The logits define the routing $p = \operatorname{softmax}(\theta)$, so an optimiser can vary them without
+        constraints. Let $g$ be the gradient of the bound with respect to $p$. Entry $j$ of the result is $p_j (g_j -
+        \langle p, g \rangle)$.
 
         Raises:
             ArgumentError: if theta does not have n finite entries, or if a share underflows to 0.
@@ -127,10 +129,12 @@ class Bound(ContentEquality, ShortRepr):
     def over_concurrency(self, routing: np.ndarray | Sequence[float]) -> Iterator[tuple[float, float]]:
         r"""Evaluate the bound at a routing for the concurrencies m = 1, 2, 3, ..., as an infinite iterator.
 
-        Each step yields a pair. The first number is the bound for the concurrency m. The second number is a lower limit
-        of the bound for m *and all larger* concurrencies, so a search can stop when the limit exceeds the best value.
-        The limit holds because the mean queues and the throughput increase with m, and the throughput is always below
-        $1 / \max_i \rho_i$, where $\rho_i = p_i / \mu_i$ for the rates $\mu_i$. A step needs O(n) operations.
+        For each concurrency m, the iterator yields two numbers: the bound for m, and a lower limit of the bound for m
+        and all larger concurrencies. A search can stop when this lower limit exceeds the best bound.
+
+        The lower limit follows from two facts. The mean queue lengths and the throughput increase with m, and the
+        throughput is always below $1 / \max_i (p_i / \mu_i)$ for the shares $p_i$ and the service rates $\mu_i$. Each
+        step of the iterator needs O(n) operations.
 
         Raises:
             ArgumentError: if `routing` is not a routing with positive shares.
@@ -179,20 +183,25 @@ class Bound(ContentEquality, ShortRepr):
     def _formula(
         self, p: np.ndarray, concurrency: int, throughput: float, others: np.ndarray, means: np.ndarray
     ) -> float:
-        """Compute the bound from the throughput λ and the mean queues E[X] (`others`) and E[ξ] (`means`)."""
+        """Compute the bound from the throughput λ and the mean queue lengths of the clients.
+
+        The array `others` contains the means E[X] at the dispatch of a task, and `means` contains the means E[ξ] at a
+        random time.
+        """
         raise NotImplementedError
 
     def _slope(
         self, p: np.ndarray, value: float, throughput: float, others: MeanAndProduct, means: MeanAndProduct
     ) -> np.ndarray:
-        """Compute the gradient from the mean queues E[X] (`others`) and E[ξ] (`means`).
+        """Compute the gradient of the bound from the mean queue lengths of the clients.
 
-        Each of the two arguments is a pair: the means, and the product of their covariance matrix with 1/p².
+        The argument `others` describes the queues at the dispatch of a task, and `means` describes them at a random
+        time. Each argument is a pair of the mean queue lengths and the product of their covariance matrix with 1/p².
         """
         raise NotImplementedError
 
     def _error_terms(self, p: np.ndarray, concurrency: int, delays: np.ndarray) -> float:
-        """Compute the sum of the two terms that all bounds share, for the gradient noise and for the staleness."""
+        """Compute the sum of the noise term and the staleness term, which all bounds contain."""
         with np.errstate(all="ignore"):
             noise, stale = self._factors(concurrency)
             value = noise * float((1 / p).sum()) + stale * float((delays / p / p).sum())
@@ -212,14 +221,15 @@ class Bound(ContentEquality, ShortRepr):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class UpdateBound(Bound):
-    r"""The bound G on the gradient norm per update.
+    r"""The convergence bound G, which limits the gradient norm per update.
 
     G is an upper bound on $\frac18$ of the mean of $\| \nabla f \|^2$ over the updates of a run, where f is the loss:
 
     $$G(p) = \frac{A}{\eta (T+1)} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[X_i]}{p_i^2}, \quad X \sim \pi_{n,m-1}$$
 
-    $E[X_i]$ is the mean number of other tasks at client i when a task is dispatched.
+    Here, $p_i$ is the share of the tasks that client i gets, and $E[X_i]$ is the mean number of other tasks at client i
+    when a task is dispatched. The other symbols are defined in the list of arguments.
 
     Args:
         rates: the service rates $\mu_i$ of the clients, (n,), in tasks per unit of time.

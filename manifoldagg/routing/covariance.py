@@ -30,10 +30,11 @@ __all__ = ["covariance", "variance"]
 
 
 def covariance(loads: np.ndarray, concurrency: int) -> np.ndarray:
-    r"""Compute the covariance matrix $C_{ij} = \operatorname{Cov}[x_i, x_j]$ of the queue lengths, (n, n).
+    r"""Compute the covariance matrix of the queue lengths of the clients in a closed network, (n, n).
 
-    The queue lengths have the stationary distribution $x \sim \pi_{n,m}$. The matrix is symmetric, and its rows sum to
-    0 because the number of tasks is constant.
+    The entries are $C_{ij} = \operatorname{Cov}[x_i, x_j]$, where the queue lengths $x$ have the stationary
+    distribution $\pi_{n,m}$ for n clients and m tasks. The matrix is symmetric. Its rows sum to 0, because the total
+    number of tasks is constant.
 
     Args:
         loads: $\rho$, (n,), nonnegative and not all 0.
@@ -66,12 +67,19 @@ def covariance(loads: np.ndarray, concurrency: int) -> np.ndarray:
 
 
 def variance(loads: np.ndarray, concurrency: int) -> np.ndarray:
-    r"""Compute the variances of the queue lengths $x \sim \pi_{n,m}$, (n,), in O(nm) time and O(n) memory.
+    r"""Compute the variances of the queue lengths of the clients in a closed network, (n,).
 
-    The variance is $E_m[x_i^2] - L_i^2$, where $L_i$ is the mean of $x_i$. The second moments follow from the recursion
-    $E_k[x_i^2] = \rho_i \lambda_k (E_{k-1}[x_i^2] + 2 L_i(k-1) + 1)$ in the number k of tasks. If the busiest client
-    has almost all tasks, the difference loses digits to cancellation. The variance of the busiest client is therefore
-    computed as the negative sum of its covariances with the other clients.
+    The queue lengths $x$ have the stationary distribution $\pi_{n,m}$ for n clients and m tasks. Let $L_i(k)$ be the
+    mean of $x_i$ with k tasks, $\lambda_k$ the throughput and $\rho_i$ the load of client i. The variance is the
+    difference $E_m[x_i^2] - L_i(m)^2$. The second moments follow from the recursion $E_k[x_i^2] = \rho_i \lambda_k
+    (E_{k-1}[x_i^2] + 2 L_i(k-1) + 1)$.
+
+    If the busiest client has almost all tasks, its difference loses digits to cancellation. The variance of the busiest
+    client is therefore computed as the negative sum of its covariances with the other clients.
+
+    Cost: O(nm) time and O(n) memory.
+
+    Cost: O(nm) time and O(n) memory.
 
     Example:
         >>> variance(np.ones(2), 1).tolist()

@@ -1,13 +1,14 @@
-r"""Mean-value analysis, which computes the throughput and the mean queues of a closed network.
+r"""Mean-value analysis, which computes the throughput and the mean queue lengths of a closed network.
 
-A closed Jackson network of n clients has the stationary distribution $\pi_k(x) \propto \prod_i \rho_i^{x_i}$ on the
-states with k tasks, where $\rho_i = p_i / \mu_i$. Let $Z_k$ be its normalising constant, $\lambda_k = Z_{k-1} / Z_k$
-the throughput and $L_i(k)$ the mean of $x_i$. Then
+In a closed Jackson network of n clients with k tasks, let $x_i$ be the number of tasks at client i. The state x has the
+stationary distribution $\pi_k(x) \propto \prod_i \rho_i^{x_i}$. Here, $\rho_i = p_i / \mu_i$ is the load of client i,
+whose share of the tasks is $p_i$ and whose service rate is $\mu_i$. Let $Z_k$ be the normalising constant of this
+distribution, $\lambda_k = Z_{k-1} / Z_k$ the throughput and $L_i(k)$ the mean of $x_i$. Then
 
 $$a_i = \rho_i (1 + L_i(k-1)), \quad \lambda_k = k / \sum_i a_i, \quad L_i(k) = \lambda_k a_i .$$
 
 These equations are a recursion in the number k of tasks. All terms are positive, so there is no cancellation. The
-normalising constants, which can overflow or underflow, are not needed.
+recursion does not compute the normalising constants, which can overflow or underflow.
 """
 
 from collections.abc import Iterator
@@ -19,9 +20,10 @@ __all__ = ["directional_mean_values", "mean_values"]
 
 
 def mean_values(loads: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
-    r"""Yield the throughput $\lambda_k$ and the mean queues $L(k)$ for k = 1, 2, ... tasks.
+    r"""Yield the throughput and the mean queue lengths of a closed network for k = 1, 2, ... tasks.
 
-    The iterator is infinite. Each step costs O(n).
+    The throughput is the number $\lambda_k$, and the mean queue lengths are the vector $L(k)$. The iterator is
+    infinite. Each step costs O(n).
 
     Args:
         loads: $\rho$, (n,), nonnegative and not all 0.
@@ -41,11 +43,15 @@ def mean_values(loads: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
 
 
 def directional_mean_values(loads: np.ndarray, direction: np.ndarray) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
-    r"""Yield the throughput $\lambda_k$, the mean queues $L(k)$ and the product $C(k)\, w$ for k = 1, 2, ... tasks.
+    r"""Yield the mean values of a closed network and a directional derivative, for k = 1, 2, ... tasks.
 
-    Here $C(k)$ is the covariance matrix of the queues and w a vector. The gradient of a bound needs this product. The
-    covariance is the Jacobian $C_{ij} = \partial L_i / \partial \log \rho_j$ and is symmetric. Its product with w is
-    therefore the derivative of L in the direction w of $\log \rho$, which one forward pass computes in O(n) per step:
+    Each step yields the throughput $\lambda_k$, the vector $L(k)$ of mean queue lengths, and the product $C(k)\, w$.
+    Here, $C(k)$ is the covariance matrix of the queue lengths, and w is a vector. The gradient of a bound needs this
+    product.
+
+    The covariance matrix is the symmetric Jacobian $C_{ij} = \partial L_i / \partial \log \rho_j$, where $\rho_j$ is
+    the load of client j. The product with w is therefore the derivative of L in the direction w of $\log \rho$. One
+    forward pass computes it in O(n) per step:
 
     $$\dot a_i = w_i a_i + \rho_i \dot L_i(k-1), \quad
       \dot L_i = \lambda_k \dot a_i - L_i \sum_j \lambda_k \dot a_j / k .$$

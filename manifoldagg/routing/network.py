@@ -1,4 +1,7 @@
-"""Closed queueing networks in the stationary state, which determine the delays and the throughput of a routing."""
+"""Closed queueing networks in the stationary state, which determine the delays and the throughput of a routing.
+
+In a closed network, a fixed number of tasks circulates among the clients.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,35 +69,49 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @property
     def throughput(self) -> float:
-        r"""The throughput $\lambda = Z_{n,m-1} / Z_{n,m}$: the number of completed tasks (updates) per unit of time."""
+        r"""The throughput $\lambda = Z_{n,m-1} / Z_{n,m}$: the number of completed tasks per unit of time.
+
+        Each completed task is one update of the server model. $Z_{n,k}$ is the normalising constant of the stationary
+        distribution $\pi_{n,k}$ for n clients and k tasks.
+        """
         return float(self._throughputs[-1] / self._scale)
 
     @property
     def relative_delay(self) -> np.ndarray:
-        r"""The mean relative delays $E[D_i] = E[X_i]$ of the clients, in updates, (n,).
+        """The mean relative delays $E[D_i] = E[X_i]$ of the clients, in updates, (n,).
 
-        Consider a random task. If the task is at client i, the relative delay $D_i$ is the number of updates that the
-        server receives during this task. Otherwise, $D_i$ is 0. The relative delays of all clients therefore add up to
-        m - 1. The mean delay of the tasks of client i is $E[D_i] / p_i$.
+        For a random task, the relative delay $D_i$ of client i is defined as follows. If the task is at client i, $D_i$
+        is the number of updates that the server receives during the task. Otherwise, $D_i$ is 0. The mean relative
+        delays of all clients add up to m - 1, where m is the concurrency. The mean delay of the tasks at client i is
+        $E[D_i] / p_i$, where $p_i$ is the share of the client.
         """
         return self._mean_value_steps[1]
 
     @property
     def mean_tasks(self) -> np.ndarray:
-        r"""The mean number $E[\xi_i]$ of tasks at each client, queued or in service, (n,). The sum is m."""
+        r"""The mean number $E[\xi_i]$ of tasks at each client, (n,), either queued or in service.
+
+        The sum over all clients is the concurrency m.
+        """
         return self._mean_value_steps[2]
 
     @property
     def utilisation(self) -> np.ndarray:
-        r"""The fraction of the time in which each client is busy, $P(\xi_i > 0) = \lambda \rho_i$, (n,)."""
+        r"""The fraction of the time in which each client is busy, (n,).
+
+        It is the probability $P(\xi_i > 0) = \lambda \rho_i$, where $\xi_i$ is the number of tasks at client i,
+        $\lambda$ is the throughput, and $\rho_i$ is the load of the client.
+        """
         return _read_only(self._throughputs[-1] * self._loads)
 
     @cached_property
     def covariance(self) -> np.ndarray:
-        r"""The covariance $\operatorname{Cov}[X_i, X_j]$ of the numbers of tasks at the dispatch of a task, (n, n).
+        r"""The covariance matrix of the queue lengths of the clients when a task is dispatched, (n, n).
 
-        The covariance equals the derivative of the mean delay $E[D_i]$ with respect to $\log p_j$. It shows how the
-        routing changes the delays.
+        The queue length $X_i$ of client i does not include the dispatched task itself. The entry
+        $\operatorname{Cov}[X_i, X_j]$ is also the derivative of the mean relative delay $E[D_i]$ of client i with
+        respect to $\log p_j$, where $p_j$ is the share of client j. The matrix therefore shows how the routing changes
+        the delays.
 
         Source: Queue (7), with the corrected formula for E[X_i²].
         """
@@ -102,19 +119,24 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @cached_property
     def variance(self) -> np.ndarray:
-        r"""The variances $\operatorname{Var}[X_i]$, (n,), computed in O(nm) without the covariance matrix."""
+        r"""The variances $\operatorname{Var}[X_i]$ of the queue lengths of the clients when a task is dispatched, (n,).
+
+        The queue length $X_i$ of client i does not include the dispatched task itself. The variances are computed in
+        O(nm) time, without the covariance matrix.
+        """
         return _read_only(variance(self._loads, self.concurrency - 1))
 
     def distribution(self, client: int, *, others: bool = False) -> np.ndarray:
-        r"""Compute the distribution of the queue length of one client, $P(\xi_i = k)$ for k = 0, ..., m, (m + 1,).
+        r"""Compute the distribution $P(\xi_i = k)$ of the number of tasks at client i, for k = 0, ..., m, (m + 1,).
 
-        Each probability is the product of two factors:
+        Let $\lambda_j$ be the throughput with j tasks, and $\lambda'_j$ the throughput with j tasks and without client
+        i. Each probability is the product of two factors:
 
-        - $P(\xi_i \ge k) = \prod_{j<k} \rho_i \lambda_{m-j}$;
-        - the probability that client i is idle in a network of m - k tasks, where
-          $P_k(0) = \prod_{j \le k} \lambda_j / \lambda'_j$ and $\lambda'$ is the throughput without client i.
+        - the probability that client i has at least k tasks, $P(\xi_i \ge k) = \prod_{j<k} \rho_i \lambda_{m-j}$;
+        - the probability that client i is idle in a network of m - k tasks. In a network of k tasks, this probability
+          is $P_k(0) = \prod_{j \le k} \lambda_j / \lambda'_j$.
 
-        The computation contains no subtractions, so the tails have a small relative error.
+        The computation contains no subtractions, so even very small probabilities have a small relative error.
 
         Args:
             client: the index i, from 0.
@@ -185,9 +207,9 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @cached_property
     def _mean_value_steps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The results of the mean-value analysis: throughputs for 1 to m tasks, and means for m - 1 and m tasks.
+        """The throughputs for 1, ..., m tasks, and the mean queue lengths for m - 1 and for m tasks.
 
-        The throughputs belong to loads whose maximum is 1.
+        The throughputs are those of a network whose loads are scaled to the maximum 1.
         """
         rates = np.empty(self.concurrency)
         before = means = np.zeros_like(self._loads)

@@ -66,9 +66,9 @@ def uniform(clients: int | np.ndarray | Sequence[float]) -> np.ndarray:
 
 
 def balanced(rates: np.ndarray | Sequence[float]) -> np.ndarray:
-    r"""Return shares proportional to the rates of the clients, $p_i = \mu_i / \sum_j \mu_j$.
+    r"""Return shares that are proportional to the service rates of the clients, $p_i = \mu_i / \sum_j \mu_j$.
 
-    This routing maximises the throughput.
+    This routing has the largest throughput of all routings.
 
     Args:
         rates: the service rates $\mu_i$ of the clients, (n,).
@@ -90,11 +90,11 @@ def optimise_routing(
     tolerance: float = 1e-8,
     steps: int = 500,
 ) -> Routing:
-    r"""Find the routing with the smallest bound.
+    """Find the routing with the smallest bound.
 
-    The function starts from several routings and returns the lowest local minimum that it finds. The bounds are not
-    convex, so a lower minimum may exist. Clients with equal rates may get different shares, because sending most tasks
-    to one client can be better than sending a few tasks to each of several clients.
+    The bounds are not convex. The function therefore starts from several routings, and returns the lowest local minimum
+    that it finds. A lower minimum may exist. Clients with equal rates may get different shares, because sending most
+    tasks to one client can be better than sending a few tasks to each of several clients.
 
     The function minimises log bound(softmax(θ)) over logits θ in two stages. First, SciPy's L-BFGS-B reduces the
     gradient norm to about 1e-8. Rounding errors in its line search prevent smaller norms, so SciPy's Newton-Krylov
@@ -158,11 +158,12 @@ def optimise_routing(
 def optimise_concurrency(
     bound: Bound, routing: np.ndarray | Sequence[float] | None = None, *, max_concurrency: int | None = None
 ) -> int:
-    """Find the concurrency with the smallest bound at a routing.
+    """Find the concurrency with the smallest bound at a given routing.
 
-    The search evaluates the bound for 1, 2, 3, ... tasks. For each number of tasks, it also knows a lower limit of the
-    bound for all larger numbers. The search stops when this limit exceeds the best value by more than rounding errors,
-    so the result is the minimum over *all* concurrencies. The best concurrency of a single client is 1.
+    The search evaluates the bound for 1, 2, 3, ... concurrent tasks. At each number of tasks, it also knows a lower
+    limit of the bound for all larger numbers. The search stops when this lower limit exceeds the best bound by more
+    than rounding errors. The result is therefore the minimum over all concurrencies, unless `max_concurrency` ends the
+    search earlier. For a single client, the best concurrency is 1.
 
     Args:
         bound: the bound. Its attribute `concurrency` is ignored.
@@ -200,7 +201,11 @@ def optimise_concurrency(
 
 
 def _descend(objective: Objective, theta: np.ndarray, tolerance: float, steps: int) -> np.ndarray:
-    """Minimise the objective from `theta`, until the gradient norm is at most `tolerance` or no longer decreases."""
+    """Minimise the objective from the logits `theta`, and return the final logits.
+
+    The minimisation ends when the gradient norm is at most `tolerance` or no longer decreases, or after the given
+    number of steps.
+    """
     from scipy.optimize import NoConvergence, minimize, newton_krylov
 
     if steps == 0:

@@ -1,4 +1,7 @@
-"""Routing plans for the command `manifoldagg route`, which compare several routings of the same clients."""
+"""Routing plans, which compare several routings of tasks to the same clients.
+
+The command `manifoldagg route` prints such a plan and writes it to files.
+"""
 
 import csv
 from dataclasses import dataclass
@@ -30,21 +33,24 @@ class Clients(ShortRepr):
     groups: tuple[str, ...]
 
     def members(self) -> dict[str, np.ndarray]:
-        """Return the indices of the clients of each group, with the groups in the order of their first client."""
+        """Return the indices of the clients in each group.
+
+        The groups are in the order of their first clients.
+        """
         return {group: np.flatnonzero(np.array(self.groups) == group) for group in dict.fromkeys(self.groups)}
 
 
 @dataclass(frozen=True, repr=False)
 class Group(ShortRepr):
-    """The means of several metrics over the clients of a group.
+    """The mean metrics of a group of clients for one routing.
 
     Attributes:
         name: the name of the group.
-        clients: the number of clients.
-        rate: the mean service rate.
-        share: the mean share of the tasks.
+        clients: the number of clients in the group.
+        rate: the mean service rate of a client.
+        share: the mean share of the tasks that a client gets.
         queue: the mean number of tasks at a client.
-        delay: the mean relative delay in updates.
+        delay: the mean relative delay of a client in updates.
     """
 
     name: str
@@ -118,7 +124,10 @@ class Plan:
 
 
 def make_plan(clients: Clients, bound: Bound) -> Plan:
-    """Optimise the routing for a bound, and compare the result with the uniform and the balanced routing.
+    """Find the routing with the smallest bound, and compare it with the uniform and the balanced routing.
+
+    The uniform routing gives all clients equal shares. The balanced routing gives each client a share that is
+    proportional to its service rate.
 
     Example:
         >>> from manifoldagg.routing import TimeBound
@@ -136,10 +145,10 @@ def make_plan(clients: Clients, bound: Bound) -> Plan:
 def group_clients(
     names: tuple[str, ...], rates: np.ndarray | list[float], groups: tuple[str, ...] | None = None
 ) -> Clients:
-    """Divide clients into groups, for a short table.
+    """Divide clients into groups, so that a short table can describe them.
 
-    By default, the groups depend on the rates. If there are at most six distinct rates, each rate is a group.
-    Otherwise, the distinct rates are split into six groups of about equal size.
+    By default, the groups depend on the service rates of the clients. With at most six distinct rates, each rate forms
+    a group. Otherwise, the sorted distinct rates are split into six groups of about equal size.
 
     Example:
         >>> group_clients(("a", "b", "c"), [2.0, 1.0, 2.0]).groups
@@ -158,7 +167,10 @@ def group_clients(
 
 
 def read_rates(path: Path) -> Clients:
-    """Read clients from a CSV file with a column `rate`, and optional columns `client` (a name) and `group`.
+    """Read the service rates of clients from a CSV file.
+
+    The file must have a column `rate`. It can also have a column `client` with the names of the clients, and a column
+    `group` with the names of their groups.
 
     Raises:
         ArgumentError: if the file cannot be read, or a line is invalid. The message contains the file and the line.
@@ -212,9 +224,9 @@ def check_output_path(out: Path) -> None:
 
 
 def write_files(plan: Plan, out: Path) -> list[Path]:
-    """Write the table of a plan as CSV file, and its plot as PNG file into the same folder.
+    """Write the table of a plan to a CSV file, and its plot to a PNG file in the same folder.
 
-    Each file is written atomically.
+    Each of the two files is written atomically.
 
     Returns:
         The paths of both files.
@@ -254,5 +266,5 @@ def write_csv(plan: Plan, path: Path) -> None:
 
 
 def _distinguishing_digits(values: np.ndarray, minimum: int) -> int:
-    """Return how many significant digits are needed so that distinct values are printed differently."""
+    """Return the number of significant digits that makes distinct values print differently."""
     return next(d for d in range(minimum, 18) if d == 17 or len({f"{x:.{d}g}" for x in values}) == len(values))

@@ -47,9 +47,10 @@ def simulate(
     generator: np.random.Generator,
     utilisation: np.ndarray | None = None,
 ) -> Simulation:
-    r"""Simulate `num_updates` completions of tasks, without validating the arguments.
+    """Simulate a closed network until its clients have completed `num_updates` tasks.
 
-    [`ClosedNetwork.simulate`][manifoldagg.routing.ClosedNetwork.simulate] describes the other arguments.
+    The function does not validate its arguments. Except for `utilisation`, they are described in
+    [`ClosedNetwork.simulate`][manifoldagg.routing.ClosedNetwork.simulate].
 
     Args:
         utilisation: the utilisation of the clients in the network with m - 1 tasks, (n,), for a stationary start.
@@ -116,12 +117,12 @@ def simulate(
 
 
 def sample_stationary(utilisation: np.ndarray, concurrency: int, generator: np.random.Generator) -> np.ndarray:
-    r"""Draw the queue lengths of all clients, (n,) integers, from the exact stationary distribution $\pi_{n,k}$.
+    r"""Draw the queue lengths of all clients, (n,) integers, from the exact stationary distribution with k tasks.
 
-    The function uses rejection sampling, where k is `concurrency` and $U_i$ is the utilisation of client i. The queue
-    lengths of all clients except the busiest are drawn as in an open network: they are geometric with the ratios
-    $U_i$. The busiest client gets the remaining r of the k tasks. The state is accepted with probability
-    $U_{\max}^r$, and rejected if r is negative.
+    The number k is `concurrency`. The function uses rejection sampling. It first draws the queue lengths of all clients
+    except the busiest one from geometric distributions, whose ratios are the utilisations $U_i$ of the clients. The
+    busiest client gets the remaining r of the k tasks. The function accepts the draw with the probability $U_{\max}^r$,
+    where $U_{\max}$ is the utilisation of the busiest client. If r is negative, it rejects the draw and tries again.
     """
     state = np.zeros(len(utilisation), dtype=np.int64)
     busiest = int(utilisation.argmax())
