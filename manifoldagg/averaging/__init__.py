@@ -1,4 +1,4 @@
-"""Averages of models, subspaces that are fitted to the models of a run, and ensembles of models from a subspace."""
+"""Averages and merges of models, fits of curves and simplices to the models of a run, and ensembles of models."""
 
 from manifoldagg.averaging.average import AverageInfo, average
 from manifoldagg.averaging.certificate import Certificate, MergeInfo

@@ -1,6 +1,7 @@
-"""Fit of a curve or a simplex to models of a curved space, by L-BFGS.
+"""Fit of a curve or a simplex to models on a curved manifold.
 
-The fit minimises the sum of the distances of the models from the curve or the simplex, or the sum of their squares.
+The fit uses L-BFGS to minimise the sum of the distances from the models to the curve or simplex, or the sum of the
+squared distances.
 """
 
 import math
@@ -116,11 +117,12 @@ def fit_curved(
 def _tangent_space_fit(
     embedding: Embedding, points: Tensor, view: View, projected: Tensor, options: FitOptions
 ) -> FitResult:
-    """Fit the embedding in the tangent space at the mean by least squares, as a start for the fit on the curved space.
+    """Fit a curve or a simplex by least squares in the tangent space at the mean of the points.
 
-    A fit in the tangent space is only approximate, because the exponential map bends the fitted subspace. The function
-    therefore repeats the fit several times. Each time, it shifts the target points by the deviation that the bending
-    caused, and it returns the best result. If the points are exactly on an embedding, the iteration converges to it.
+    The result is the starting point of the fit on the curved manifold. The fit in the tangent space is only
+    approximate, because the exponential map bends the fitted curve or simplex. The function therefore repeats the fit
+    several times, with target points that are shifted to compensate for the bending, and returns the best result. If
+    the points are exactly on a curve or simplex, the iteration converges to it.
     """
     space = embedding.space
     targets = projected
@@ -157,9 +159,10 @@ def _to_domain(embedding: Embedding, z: Tensor) -> Tensor:
 
 
 def _from_domain(embedding: Embedding, coordinates: Tensor) -> Tensor:
-    """Map coordinates to unconstrained numbers, the inverse of `_to_domain`.
+    """Map coordinates on a curve or a simplex to unconstrained numbers, as the inverse function of `_to_domain`.
 
-    Coordinates on the boundary of the domain are first moved inside, because the gradient is zero on the boundary.
+    Coordinates on the boundary of the domain are first moved into the interior. Otherwise, the fit could not change
+    them, because its gradient is zero on the boundary.
     """
     if isinstance(embedding, Simplex):
         return coordinates.clamp(min=BOUNDARY_MARGIN).sqrt()

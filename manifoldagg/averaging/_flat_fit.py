@@ -1,7 +1,8 @@
-"""Fit of a curve, a simplex or a tunnel to models of a flat space, by the Levenberg-Marquardt method.
+"""Fit of a curve, a simplex or a tunnel to models in a flat space.
 
-The fit minimises the sum of the distances of the models, or the sum of their squares. It uses the coordinates of the
-models in their own span, which has fewer dimensions than the space.
+The fit uses the Levenberg-Marquardt method to minimise the sum of the distances from the models to the fitted
+embedding, or the sum of the squared distances. It represents the models by their coordinates in their own span, which
+has fewer dimensions than the space.
 """
 
 import itertools
@@ -40,12 +41,13 @@ RELATIVE_ROUNDING = 1e-13
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The options of a fit.
+    """The options of a fit that minimises a sum of distances, or a sum of squared distances.
 
     Attributes:
-        power: the power p of the distances, 1 or 2.
+        power: the power of the distances, 1 for distances or 2 for squared distances.
         tolerance: the relative decrease of the sum below which the fit has converged.
-        max_steps: the maximum number of steps for each sum.
+        max_steps: the maximum number of steps of one minimisation. A fit with the power 1 minimises several smooth
+            approximations of the sum in succession.
     """
 
     power: int
@@ -55,13 +57,13 @@ class FitOptions:
 
 @dataclass(frozen=True, eq=False)
 class FitResult:
-    """The result of a fit.
+    """The result of fitting an embedding, such as a curve, to m data points.
 
     Attributes:
         phi: the control points of the embedding.
-        coordinates: for each point, the coordinates of the nearest point of the embedding.
-        distances: the distances (m,) of the points from the embedding.
-        steps: the number of steps.
+        coordinates: for each data point, the coordinates of the nearest point of the embedding.
+        distances: the distances (m,) from the data points to the embedding.
+        steps: the number of steps of the fit.
         converged: whether the fit converged.
     """
 
@@ -73,13 +75,14 @@ class FitResult:
 
 
 class Residuals:
-    r"""The residual vectors of points $y_j$, that is, their differences from the nearest points of an embedding.
+    r"""The residual vectors of a fit: the differences of data points $y_j$ from the nearest points of an embedding.
 
-    If the control points $\varphi$ change, the nearest point $\iota_\varphi(x_j)$ and its coordinates $x_j$ change too.
-    A motion along the embedding does not change the distance to first order, so only the normal component counts.
-    The residual vectors are therefore $e_j = N_j (y_j - \iota_\varphi(x_j))$, with the derivatives
-    $-N_j\, \partial_\varphi \iota_\varphi(x_j)$. Here $N_j$ is the orthogonal projection that removes the tangents
-    along which $x_j$ can move.
+    An embedding, such as a curve, maps coordinates $x$ to points $\iota_\varphi(x)$ and has the control points
+    $\varphi$. If $\varphi$ changes, the coordinates $x_j$ of the nearest point change too. The resulting motion along
+    the embedding does not change the distance to first order, so only the normal component counts. The residual vectors
+    are therefore $e_j = N_j (y_j - \iota_\varphi(x_j))$, and their derivatives with respect to $\varphi$ are
+    $-N_j\, \partial_\varphi \iota_\varphi(x_j)$. The orthogonal projection $N_j$ removes the tangents along which $x_j$
+    can move.
 
     Args:
         embedding: a Bézier curve, a simplex or a tunnel.
@@ -123,10 +126,11 @@ class Residuals:
             self.is_valid = min_speed(control)[1] > 1e-12 * reach and float(reach) * max_curvature(control)[1] < 1
 
     def normal_equations(self, weights: Float64[Tensor, " m"]) -> NormalEquations:
-        r"""Return the normal equations of a Gauss-Newton step.
+        r"""Return the normal equations of a Gauss-Newton step for the control points of the embedding.
 
-        The step $\delta$ of the control points minimises $\sum_j w_j |e_j + \partial e_j \delta|^2$, where $w_j$ are
-        the weights and $\partial e_j$ are the derivatives of the residuals.
+        The step $\delta$ minimises the weighted sum of squares $\sum_j w_j |e_j + \partial e_j \delta|^2$. Here, $e_j$
+        is the residual vector of the point j, $\partial e_j$ is its derivative with respect to the control points, and
+        $w_j$ is its weight.
 
         Returns:
             The matrix $A$ and the right-hand side $g$ of $A\, \delta = g$.
@@ -197,15 +201,25 @@ class Residuals:
 
 @torch.no_grad()
 def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: FitOptions) -> FitResult:
-    r"""Fit an embedding to points $y_j$ (m, k) of a flat space.
+    r"""Fit an embedding, such as a curve, to points $y_j$ (m, k) of a flat space.
 
-    The function minimises $\sum_j d_j^p$ over the control points $\varphi$, where $d_j$ is the distance of $y_j$ from
-    the embedding. It uses the Levenberg-Marquardt method on residuals from which the coordinates are eliminated
-    (Kaufman 1975).
+    The function minimises $\sum_j d_j^p$ over the control points of the embedding, where $d_j$ is the distance from
+    $y_j$ to the embedding. It uses the Levenberg-Marquardt method with variable projection, which eliminates the
+    coordinates of the nearest points (Kaufman 1975).
 
-    For p = 1, the function first minimises the sum of squares. It then minimises the sum of $\sqrt{d_j^2 + \delta^2}$
-    by iterative reweighting (Weiszfeld), for decreasing $\delta$ down to 1e-9 of the size of the points. A $\delta$ of
-    0 from the start would be wrong, because a subspace that contains one of the points could not leave this point.
+    For p = 1, the function first minimises $\sum_j d_j^2$. It then minimises $\sum_j \sqrt{d_j^2 + \delta^2}$ by
+    iterative reweighting (Weiszfeld) for decreasing $\delta$. The last $\delta$ is 1e-9 of the size of the set of
+    points. The iteration does not start with $\delta = 0$, because a fitted curve that contains one of the points could
+    then not leave this point.
+
+    Args:
+        embedding: a Bézier curve, a simplex or a tunnel.
+        points: the points $y_j$ (m, k).
+        start: the initial control points (size, k). `None` uses the best of several initial guesses.
+        options: the power p, the relative tolerance, and the largest number of steps.
+
+    Raises:
+        ArgumentError: if a tunnel folds at every initial guess.
     """
     size = float((points - points.mean(0)).norm(dim=-1).max())
     # The curve of a good tunnel passes through the middle of the points, so the fit of a curve is a good start.
@@ -231,7 +245,10 @@ def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: F
 def _levenberg_marquardt(
     embedding: Embedding, initial: Residuals, smoothing: float | None, size: float, options: FitOptions
 ) -> tuple[Residuals, int, bool]:
-    r"""Minimise $\sum_j d_j^2$ over the control points, or $\sum_j \sqrt{d_j^2 + \delta^2}$ if `smoothing` is $\delta$.
+    r"""Minimise a sum over the distances $d_j$ from data points to an embedding, by the Levenberg-Marquardt method.
+
+    The sum is $\sum_j d_j^2$ if `smoothing` is `None`. For a number $\delta$ = `smoothing`, the sum is
+    $\sum_j \sqrt{d_j^2 + \delta^2}$, which approximates the sum of the distances.
 
     Returns:
         The residuals, the number of steps, and whether the method converged.
@@ -277,12 +294,15 @@ def _levenberg_marquardt(
 
 
 def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, Tensor]:
-    r"""Restrict the subspace to its smallest part that contains all nearest points.
+    r"""Restrict a fitted curve or simplex to the smallest part that contains the nearest points of all data points.
 
-    A larger part would fit the points equally well, so this choice makes the result unique. For a curve, the part is
-    between the first and the last coordinate. For a simplex, it is a smaller simplex, each of whose facets contains a
-    nearest point. If $a_i$ is the smallest coordinate $x_i$ of all points, the new coordinates $x_i'$ satisfy
-    $x_i = a_i + (1 - \sum_j a_j)\, x_i'$.
+    A larger part would fit the data points equally well, so this choice makes the result unique:
+
+    - A curve is restricted to the interval between the first and the last nearest point.
+    - A simplex is restricted to a smaller simplex, each facet of which contains a nearest point. If $a_i$ is the
+      smallest value of the barycentric coordinate $x_i$ of all nearest points, the new coordinates $x_i'$ satisfy
+      $x_i = a_i + (1 - \sum_j a_j)\, x_i'$.
+    - A tunnel does not change.
 
     Returns:
         The control points of the part, and the coordinates of the nearest points on it.
@@ -333,16 +353,14 @@ def nearest_on_faces(vertices: Phi, points: Points) -> tuple[Float64[Tensor, "m 
 
 
 def initial_guesses(embedding: Embedding, points: Points) -> list[Phi]:
-    """Return the control points with which a fit starts.
+    """Return initial control points for the fit of an embedding to data points.
 
-    The number and the choice of the starting points depend on the embedding:
-
-    - For a simplex, there is one start, whose vertices are data points. Each vertex is the farthest data point from the
-      span of the previous vertices.
-    - For a curve, there are three starts. Each is a least-squares fit with fixed parameters of the points. The
-      parameters are proportional to their index, to the distances between them, or to their coordinate on the longest
-      axis.
-    - For a tunnel, a straight line is an additional start, because a straight tunnel does not fold.
+    - For a simplex, the function returns one initial guess, whose vertices are data points. Each vertex is the data
+      point that is farthest from the affine span of the previous vertices.
+    - For a curve, the function returns three initial guesses. Each guess assigns fixed parameters to the data points,
+      and computes the control points by linear least squares. The parameters are proportional to the index of a point,
+      to the length of the path through the previous points, or to the coordinate on the longest axis of the data.
+    - For a tunnel, the function also returns a straight line, because a straight tunnel does not fold.
     """
     m = len(points)
     if isinstance(embedding, Simplex):

@@ -43,13 +43,13 @@ STATE_DICT_TYPES = (dict, OrderedDict)
 
 @dataclass(frozen=True)
 class AverageInfo:
-    """The weights of an average, and the accuracy of its means on manifolds.
+    """The weights of an average of models, and the accuracy of the means of tensors on manifolds.
 
     Attributes:
         weights: the normalised weights of the models, with sum 1.
-        residuals: the norm of the residual of each Karcher mean, by the name of the entry. Flat entries are not
+        residuals: the norm of the residual of each Karcher mean, by the name of the tensor. Flat tensors are not
             included, because their mean has a closed form.
-        steps: the number of iterations of each Karcher mean, by the name of the entry.
+        steps: the number of iterations of each Karcher mean, by the name of the tensor.
     """
 
     weights: tuple[float, ...]
@@ -233,10 +233,12 @@ def _iterable(models: Any) -> Sequence[Any]:
 
 
 def _named_models(models: Any) -> tuple[ModelsByPrefix, list[TensorList]]:
-    """Return the tensors of each model, as mappings by name and as tensor lists.
+    """Convert models to mappings from names to tensors, and to tensor lists.
 
-    The keys of the first result are the prefixes of error messages about each model. If the format of a model requires
-    a conversion, its tensor list is empty.
+    Returns:
+        The mappings by the prefixes of error messages about the models, and the tensor lists. From the second model on,
+        the tensor list of a model is empty, unless the model is a dict with the names and the order of the first model,
+        and its tensors need no conversion.
     """
     is_sequence = isinstance(models, Sequence) and not isinstance(models, str)
     if not is_sequence or not models:
@@ -256,11 +258,12 @@ def _named_models(models: Any) -> tuple[ModelsByPrefix, list[TensorList]]:
 
 
 def _tensor_lists(layout: Layout, models: ModelsByPrefix, lists: Sequence[TensorList]) -> list[TensorList]:
-    """Return the parameters of the models as tensor lists, after checking that they have the layout of the first model.
+    """Return the parameters of each model as a tensor list.
 
-    If all given lists have the same known form, they have equal shapes and dtypes. The slower checks of
-    `Layout.tensor_lists` are then not needed.
+    The function checks that all models have the layout of the first model, that is, the same names, shapes and dtypes.
     """
+    # Lists with the same known form have equal shapes and dtypes, and do not need the slower checks of
+    # `Layout.tensor_lists`.
     forms = {row.form for row in lists}
     if layout.aliases or len(forms) > 1 or b"" in forms:
         label, *_ = models
@@ -274,7 +277,11 @@ def _tensor_lists(layout: Layout, models: ModelsByPrefix, lists: Sequence[Tensor
 
 
 def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> ParameterSpace:
-    """Return the space of the tensors of the first model, and warn if they contain the factors of adapters."""
+    """Return the parameter space of the first model.
+
+    The function issues a warning if the model contains the factors of adapters. `average` averages such factors
+    separately, which is not the average of their products.
+    """
     try:
         space = ParameterSpace.of_state_dict(first, manifolds)
     except StateDictError as error:
@@ -289,7 +296,11 @@ def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) 
 
 
 def _copied_entries(layout: Layout, models: ModelsByPrefix, heaviest: int) -> dict[str, Tensor]:
-    """Return the entries that are not averaged: the maxima of batch counters, and copies of integers and booleans."""
+    """Return the tensors of the result that are not means.
+
+    A batch counter is the maximum over all models. Other integers and booleans are copied from the model with the
+    largest weight.
+    """
     entries = {}
     label = [*models][heaviest]
     for entry in layout.buffers:
@@ -333,7 +344,7 @@ def _is_continuous(entry: Entry) -> bool:
 
 
 def _as_real(x: Tensor) -> Tensor:
-    """Return a detached tensor as real numbers. Each complex number becomes a pair of real numbers."""
+    """Detach a tensor, and convert complex numbers to pairs of real numbers."""
     return torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
 
 
@@ -360,18 +371,16 @@ def _mean_parameters(
 
 
 def _is_like(new: dict[str, Tensor], model: Model, row: TensorList, layout: Layout) -> bool:
-    """Return whether the result needs no conversion, because it already has the type, order and device of `model`."""
+    """Return whether the average already has the type, order and device of a model."""
     if layout.buffers or not row.form:  # A list with a form is on the CPU.
         return False
     return type(model) is dict and [*new] == [*model] and set(map(type, model.values())) <= TENSOR_TYPES
 
 
 def _is_finite(leaves: tuple[Tensor, ...]) -> bool:
-    """Return whether all entries are finite.
-
-    A finite sum of squares proves this in a single pass. Otherwise, the squares may have overflowed, so the entries are
-    checked one by one.
-    """
+    """Return whether all entries of all tensors are finite."""
+    # A finite sum of squares proves this in a single pass. Otherwise, the squares may have overflowed, so the tensors
+    # are checked one by one.
     return bool(gram([leaves]).isfinite()) or is_finite(*leaves)
 
 

@@ -1,7 +1,8 @@
-r"""Certificates of a merge: distances, residuals and rounding errors for each tensor and for the whole model.
+r"""Certificates, which describe the quality of the mean of several models.
 
-The distances between a mean and the flat tensors of the models follow from the Gram matrix of the models. They
-therefore need no additional pass over the tensors.
+A certificate contains distances, residuals and rounding errors. There is one certificate for each tensor, and one for
+all flat tensors and LoRA factors together. For flat tensors and LoRA factors, the distances from the mean to the models
+follow from the Gram matrix of the models, so they need no additional pass over the tensors.
 """
 
 import json
@@ -70,16 +71,16 @@ class Certificate:
 
 @dataclass(frozen=True, eq=False)
 class MergeInfo:
-    """The result of a merge of checkpoints.
+    """The result of merging checkpoints into their mean.
 
     Attributes:
-        method: the name of the method.
-        scope: `"tensor"` or `"model"`.
-        inputs: the labels of the checkpoints.
-        files: the names of the files of the result, without the certificate.
-        weights: the normalised weights.
-        tensors: the certificate of each floating tensor.
-        model: the certificate of all flat tensors and factors together.
+        method: the name of the averaging method, such as `"karcher"`.
+        scope: whether the method treats each tensor (`"tensor"`) or the whole model (`"model"`) as one vector.
+        inputs: the path of each checkpoint, or `models[i]` for a state dict.
+        files: the names of the written files, without the certificate.
+        weights: the normalised weights of the checkpoints.
+        tensors: one certificate for each floating-point tensor and for each pair of LoRA factors.
+        model: one certificate for all flat tensors and LoRA factors together.
         warnings: reasons why the mean may not be meaningful.
     """
 
@@ -204,10 +205,12 @@ def total_certificate(
 
 
 def distance_warnings(model: Certificate) -> list[str]:
-    """Return the reasons why the mean of a merge may not be meaningful.
+    """Return warnings if models are so far apart that their mean may not be meaningful.
 
-    A reason is returned if the angle between two models exceeds `MAX_ANGLE`, or if the norm ratio is below
-    `MIN_NORM_RATIO`.
+    The function returns a warning for each of these conditions:
+
+    - The largest angle between two models exceeds `MAX_ANGLE`.
+    - The norm of the arithmetic mean, divided by the mean norm of the models, is below `MIN_NORM_RATIO`.
     """
     found = []
     if model.largest_angle is not None and model.largest_angle > MAX_ANGLE:

@@ -1,6 +1,6 @@
-"""Checkpoints in safetensors files, whose tensors are mapped into memory.
+"""Reading of checkpoints from safetensors files, which are mapped into memory.
 
-The operating system loads only the parts of a file that are read, so a large checkpoint needs little memory.
+The operating system loads only those parts of a file that the process reads, so a large checkpoint needs little memory.
 """
 
 import json
@@ -57,7 +57,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 class MappedFile:
     """A file that is mapped into memory for reading.
 
-    The mapping is released when neither the object nor its tensors are referenced.
+    The mapping exists until the object and all tensors that refer to its memory are deleted.
 
     Args:
         path: the path of the file.
@@ -76,7 +76,10 @@ class MappedFile:
             os.posix_fadvise(self._descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def release(self, begin: int, end: int) -> None:
-        """Release a range of bytes from the memory of the process, but not from the page cache of the system."""
+        """Remove a range of bytes of the file from the memory of the process.
+
+        The operating system may retain these bytes in its page cache.
+        """
         if hasattr(mmap, "MADV_DONTNEED"):
             # `madvise` requires a start at the border of a page. Earlier entries on this page are read again from the
             # page cache.
@@ -85,10 +88,10 @@ class MappedFile:
 
 
 class FilePool:
-    """The mapped files of all checkpoints.
+    """A pool of files that are mapped into memory.
 
-    At most `MAX_OPEN_FILES` files are mapped at the same time, because the number of open files is limited by the
-    system. If the limit is reached, the pool releases the least recently used file.
+    The operating system limits the number of open files. The pool therefore maps at most `MAX_OPEN_FILES` files at the
+    same time. To map another file, it releases the least recently used file.
     """
 
     def __init__(self) -> None:
@@ -132,7 +135,7 @@ class StoredTensor:
         return math.prod(self.entry.shape)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the entries from `start` to `stop` as a vector on the CPU, without a copy if possible."""
+        """Return a range of entries of the flattened tensor as a vector on the CPU, without a copy if possible."""
         stop = self.size if stop is None else stop
         if isinstance(self.source, Tensor):
             return self.source.detach().reshape(-1)[start:stop].cpu()
@@ -164,15 +167,15 @@ class StoredTensor:
 
 @dataclass(frozen=True, eq=False)
 class CheckpointFiles:
-    """A checkpoint: one file, several shards, or a state dict in memory.
+    """A checkpoint, which is one safetensors file, several shards, or a state dict in memory.
 
     Attributes:
-        label: the path, or `models[i]` for a state dict. Error messages begin with this label.
-        tensors: the tensors by name, in the order of the file.
+        label: the path of the checkpoint, or `models[i]` for a state dict. Error messages begin with this label.
+        tensors: the tensors by name, in the order of the files.
         shards: the names of the tensors in each file, by the name of the file.
         metadata: the metadata of the first file.
         folder: the folder of the files, or `None` for a state dict.
-        adapter_config: the configuration of a LoRA adapter. `None` without a valid configuration.
+        adapter_config: the configuration of the LoRA adapter, or `None` if there is no valid configuration.
         identity: the properties by which a restarted merge recognises the checkpoint.
     """
 
@@ -186,25 +189,24 @@ class CheckpointFiles:
 
     @property
     def scaling(self) -> list[Any] | None:
-        """The factor by which a LoRA adapter multiplies its products, with exceptions by name.
+        """The factor by which a LoRA adapter multiplies the product of its factors, and exceptions for some modules.
 
-        It is `None` without an adapter configuration.
+        The value is `None` if the checkpoint has no adapter configuration.
         """
         return None if self.adapter_config is None else _scaling_of(self.adapter_config)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors as views of the mapped files.
+        """Return the tensors of the checkpoint as views of the files, which are mapped into memory.
 
-        The operating system loads a page of a file only when the page is read, and can drop it again. A large
-        checkpoint therefore needs little memory. Do not write to the tensors. Call `check_unchanged` after reading
-        them.
+        A large checkpoint needs little memory, because the operating system loads a page of a file only when the page
+        is read. Do not write to the tensors. After reading them, call `check_unchanged`.
         """
         return {name: tensor.read().view(tensor.entry.shape) for name, tensor in self.tensors.items()}
 
     def check_unchanged(self, prefix: str = "") -> None:
-        """Check that no file was changed since its header was read.
+        """Check that no file of the checkpoint has changed since its header was read.
 
-        Otherwise, different reads could return entries of two versions of a file.
+        If a file has changed, the tensors that were read may belong to two different versions of the file.
 
         Args:
             prefix: the beginning of the error message.
@@ -282,9 +284,10 @@ def open_checkpoint(label: str, model: Any, pool: FilePool) -> CheckpointFiles:
 
 
 def check_alike(checkpoints: Sequence[CheckpointFiles], pairs: Sequence[FactorPair]) -> None:
-    """Check that all checkpoints have the same names, shapes and dtypes as the first checkpoint.
+    """Check that all checkpoints have the tensor names, shapes and dtypes of the first checkpoint.
 
-    The ranks of LoRA factors may differ.
+    The ranks of LoRA factors may differ between the checkpoints. If the checkpoints contain the configurations of their
+    adapters, the scaling factors of the adapters must be equal.
 
     Raises:
         StateDictError: if checkpoints differ. The message has one line for each difference.
@@ -322,7 +325,7 @@ def _place_of(checkpoint: CheckpointFiles, name: str) -> str:
 
 
 def _fixed_shape(entry: TensorEntry, rank_axes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the part of a tensor's shape that must be equal in all models: without the rank of a LoRA factor."""
+    """Return the shape of a tensor without the rank of a LoRA factor, which can differ between models."""
     axis = rank_axes.get(entry.name)
     return tuple(n for i, n in enumerate(entry.shape) if i != axis or len(entry.shape) < 2)
 
@@ -349,7 +352,11 @@ def _in_memory(label: str, model: Any) -> CheckpointFiles:
 
 
 def _find_files(name: str, place: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """Return the files of a checkpoint and, if there is an index of shards, the file name of each tensor."""
+    """Find the safetensors files of a checkpoint.
+
+    Returns:
+        The paths of the files and, if the checkpoint has an index of shards, the file name of each tensor.
+    """
     if place.name.endswith(INDEX_SUFFIX):
         return _read_index(place)
     if place.is_file():
@@ -377,7 +384,10 @@ def _find_files(name: str, place: Path) -> tuple[list[Path], dict[str, str] | No
 
 
 def _read_index(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """Read an index of shards, and return the paths of the files and the file name of each tensor.
+    """Read the index of a checkpoint that consists of several shards.
+
+    Returns:
+        The paths of the shards, and the file name of each tensor.
 
     Raises:
         CheckpointError: if the index cannot be read or is invalid.
@@ -395,7 +405,12 @@ def _read_index(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, str], list[TensorEntry], list[Any]]:
-    """Read the metadata and the entries of a file, and the properties by which a restarted merge recognises it."""
+    """Read the header of a safetensors file.
+
+    Returns:
+        The metadata, the descriptions of the tensors, and the properties by which a restarted merge recognises the
+        file.
+    """
     with os_errors(f"{path}: cannot be read"), open(path, "rb") as file:
         status = os.fstat(file.fileno())
         # A file starts with the length of the header in 8 bytes. A damaged length must not cause a huge allocation.
@@ -425,10 +440,11 @@ def _shifted(entries: Iterator[TensorEntry], offset: int) -> Iterator[TensorEntr
 
 
 def merged_adapter_config(checkpoints: Sequence[CheckpointFiles], tensor_ranks: Sequence[int]) -> dict[str, Any] | None:
-    """Return the configuration of a merged LoRA adapter, whose rank is the largest rank of the checkpoints.
+    """Return the configuration of a merged LoRA adapter.
 
-    The scaling of the adapter does not change, so `lora_alpha` changes together with the rank. The result is `None` if
-    the configuration of the first checkpoint is already correct, or if it has none.
+    The configuration is that of the first checkpoint, with two changes. The rank is the largest rank of all
+    checkpoints, and `lora_alpha` is adjusted so that the scaling of the adapter stays the same. The result is `None` if
+    the first checkpoint has no configuration, or if its configuration needs no change.
 
     Args:
         checkpoints: the checkpoints.
@@ -446,7 +462,7 @@ def merged_adapter_config(checkpoints: Sequence[CheckpointFiles], tensor_ranks: 
 
 
 def _adapter_config(folder: Path) -> dict[str, Any] | None:
-    """Read the configuration of a LoRA adapter. If there is no valid configuration, the result is `None`."""
+    """Read the configuration of the LoRA adapter in a folder, or return `None` if it is missing or invalid."""
     try:
         config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text())
         _scaling_of(config)
@@ -456,7 +472,10 @@ def _adapter_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _scaling_of(config: Mapping[str, Any]) -> list[Any]:
-    """Return the factor by which a LoRA adapter multiplies its products, and its exceptions for some modules."""
+    """Return the factor by which a LoRA adapter multiplies the product of its factors.
+
+    The list also contains the exceptions for individual modules (`rank_pattern` and `alpha_pattern`).
+    """
     rank = config["r"]
     alpha = config["lora_alpha"]
     factor = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank

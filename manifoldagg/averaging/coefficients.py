@@ -1,8 +1,8 @@
-r"""Coefficients of means: a mean is a linear combination of the models, whose coefficients follow from a Gram matrix.
+r"""Coefficients of the mean of several models, which is a linear combination of the models.
 
 Let $x_1, \dots, x_k$ be the same tensor of k checkpoints, or all tensors of each checkpoint as one vector. The weights
 $w_i \ge 0$ have the sum 1. A mean is $m = \sum_i c_i x_i$. The norms are $n_i = \|x_i\|$, and the directions are
-$u_i = x_i / n_i$.
+$u_i = x_i / n_i$. The coefficients $c_i$ follow from the Gram matrix of the $x_i$.
 
 - `arithmetic`: $c_i = w_i$. This is also the point of a simplex with the barycentric coordinates $w$. The method of
   mergekit is `linear`.
@@ -60,10 +60,10 @@ MIN_SUM_OF_DIRECTIONS = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class InnerProducts:
-    r"""Inner products of k vectors $x_i$, stored for the basis of one vector $x_h$ and the differences $x_i - x_h$.
+    r"""Inner products of k vectors $x_i$, in a form that represents small distances between the vectors accurately.
 
-    The models of a merge are often close to each other. The inner products of the vectors themselves would then lose
-    the digits of small distances to cancellation. The inner products of the differences retain these digits.
+    The object stores the Gram matrix of one vector $x_h$ and the differences $x_i - x_h$ of the other vectors. If the
+    vectors are close to each other, their own Gram matrix would lose small distances to cancellation.
 
     Args:
         matrix: the Gram matrix D (k, k) of the basis in float64. Row i belongs to $x_i - x_h$, and row h to $x_h$.
@@ -98,10 +98,10 @@ class InnerProducts:
         return self.squared_norm(torch.eye(len(self.matrix), dtype=torch.float64)).sqrt()
 
     def directions(self, indices: Sequence[int]) -> Float64[Tensor, "r k"]:
-        r"""Express the directions $u_i = x_i / n_i$ in the basis, where $n_i = \|x_i\|$.
+        r"""Express the directions $u_i = x_i / \|x_i\|$ in the basis of $x_h$ and the differences $x_i - x_h$.
 
-        The difference $1/n_i - 1/n_g$ is computed from $n_g^2 - n_i^2 = \langle x_g - x_i, x_g + x_i \rangle$, because
-        a subtraction of the reciprocals would cancel for close vectors.
+        The result contains the first direction $u_g$, and the difference $u_i - u_g$ for each other direction. The
+        differences are accurate even if the vectors are close to each other.
 
         Args:
             indices: the indices of vectors with nonzero norms. The first is g.
@@ -113,14 +113,19 @@ class InnerProducts:
         g, *others = indices
         rows = [corners[g] / self.norms[g]]
         for i in others:
-            # u_i - u_g = (x_i - x_g) / n_i + (1 / n_i - 1 / n_g) x_g, and `inverse` is the second factor.
+            # u_i - u_g = (x_i - x_g) / n_i + (1 / n_i - 1 / n_g) x_g, and `inverse` is the second factor. It is
+            # computed from n_g² - n_i² = <x_g - x_i, x_g + x_i>, because a subtraction of the reciprocals would lose
+            # digits to cancellation.
             gap = (corners[g] - corners[i]) @ self.matrix @ (corners[g] + corners[i])
             inverse = gap / (self.norms[i] * self.norms[g] * (self.norms[i] + self.norms[g]))
             rows.append((corners[i] - corners[g]) / self.norms[i] + inverse * corners[g])
         return torch.stack(rows)
 
     def angles(self) -> Float64[Tensor, "r r"]:
-        r"""Compute the angles $2 \arcsin(\|u_i - u_j\| / 2)$ between the r nonzero vectors, in radians."""
+        r"""Compute the angles between all pairs of the r nonzero vectors, in radians.
+
+        The angle between the directions $u_i$ and $u_j$ of two vectors is $2 \arcsin(\|u_i - u_j\| / 2)$.
+        """
         used = torch.nonzero(self.norms).flatten().tolist()
         if len(used) < 2:
             return torch.zeros(len(used), len(used), dtype=torch.float64)
@@ -136,11 +141,11 @@ class InnerProducts:
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    r"""A mean $\sum_i c_i x_i$ of the models $x_i$, with its accuracy.
+    r"""A mean $\sum_i c_i x_i$ of k models $x_i$ with the weights $w_i$, described by its coefficients.
 
     Attributes:
         coefficients: the coefficients $c_i$ (k,).
-        residual: $\|\sum_i w_i \log_u u_i\|$ in radians, where u is the direction of the mean and $u_i$ are the
+        residual: $\|\sum_i w_i \log_u u_i\|$ in radians, where $u$ is the direction of the mean and $u_i$ are the
             directions of the models. It is 0 for an exact Karcher mean, and `None` for a method that does not average
             directions.
     """
@@ -191,14 +196,18 @@ class MeanMethod:
 
     @property
     def needs_gram(self) -> bool:
-        """Whether the coefficients depend on the inner products of the models, which then need a pass of their own."""
+        """Whether the coefficients of the mean depend on the inner products of the models.
+
+        If they do, the models must be read once for the inner products and once more for the mean.
+        """
         return self.name in DIRECTIONAL_METHODS and len(self.used) > 1
 
     @cached_property
     def barycentric(self) -> Float64[Tensor, " k"]:
-        """The normalised weights of the models.
+        """The weights of the models, with the sum 1.
 
-        For a Bézier curve, these are the weights multiplied by the Bernstein polynomials at t.
+        For a Bézier curve, the weight of each control point is first multiplied by its Bernstein polynomial at the
+        parameter t of the mean.
         """
         if self.name != "bezier":
             return self.weights
@@ -292,13 +301,19 @@ class MeanMethod:
 
 
 def _residual(spheres: SpheresInSpan, point: Tensor, points: Tensor, w: Tensor) -> float:
-    r"""Compute $\|\sum_i w_i \log_u u_i\|$ for the directions $u_i$ = `points` and the mean direction $u$ = `point`."""
+    r"""Compute how far a direction $u$ is from satisfying the condition for the Karcher mean of the directions $u_i$.
+
+    This residual is $\|\sum_i w_i \log_u u_i\|$ for the weights $w_i$. It is 0 for the exact Karcher mean.
+    """
     logs = (w[:, None, None] * spheres._log(point.expand_as(points), points)).sum(0)
     return float(spheres.square(logs).sqrt())
 
 
 def _slerp(spheres: SpheresInSpan, corners: Tensor, w: Tensor) -> Tensor:
-    r"""Compute the coefficients $\sin(w_i \theta) / \sin\theta$ of two directions with the angle $\theta$.
+    r"""Compute the coefficients of the spherical interpolation between two directions.
+
+    The coefficients are $\sin(w_i \theta) / \sin\theta$, where $\theta$ is the angle between the directions and
+    $w_1, w_2$ are their weights.
 
     Args:
         spheres: the span of the directions.

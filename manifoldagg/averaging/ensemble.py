@@ -1,4 +1,4 @@
-"""Ensembles: averaged predictions of models that are drawn from a curve, a tunnel or a simplex."""
+"""Ensembles, which average the predictions of models drawn from a curve, a tunnel or a simplex."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,11 +22,14 @@ __all__ = ["Ensemble", "Score", "ensemble"]
 
 @dataclass(frozen=True)
 class Score:
-    r"""The scores of a classifier that predicts class probabilities $p_j$ for n samples with the classes $y_j$.
+    r"""The accuracy and the negative log-likelihood of a classifier on n samples.
+
+    The classifier predicts the class probabilities $p_j$ for sample j, whose true class is $y_j$.
 
     Attributes:
         samples: the number n of samples.
-        accuracy: the fraction of samples whose most probable class is $y_j$. Ties go to the first class.
+        accuracy: the fraction of samples whose most probable class is $y_j$. If several classes have the largest
+            probability, the first of them counts as the prediction.
         nll: the negative log-likelihood $-\frac1n \sum_j \log p_j(y_j)$, in nats.
     """
 
@@ -40,14 +43,14 @@ class Score:
 
 @dataclass(frozen=True)
 class Ensemble:
-    r"""The scores of an ensemble, of each of its members and of a single model, on the same samples.
+    r"""The scores of an ensemble of n models, of each of its members, and of a single model, on the same samples.
 
     Attributes:
-        combined: the score of the ensemble, which averages the class probabilities of the n drawn models:
+        combined: the score of the ensemble. Its prediction is the mean of the class probabilities of its members,
             $\frac1n \sum_j p_{\iota_\varphi(x_j)}$.
-        members: the score of each drawn model.
+        members: the score of each member.
         single: the score of the single model.
-        coordinates: the drawn coordinates $x_j$ of the members: numbers, or tensors (*domain).
+        coordinates: the coordinates $x_j$ at which the members were drawn, as numbers or as tensors (*domain).
     """
 
     combined: Score
@@ -77,14 +80,15 @@ def ensemble(
     refresh: Iterable[Any] | None = None,
     targets: str = "targets",
 ) -> Ensemble:
-    r"""Evaluate an ensemble of models that are drawn from a curve, a tunnel or a simplex.
+    r"""Evaluate an ensemble of n models that are drawn from a curve, a tunnel or a simplex in parameter space.
 
-    The ensemble averages the class probabilities of its members:
-    $\frac1n \sum_j \operatorname{softmax} f_{\iota_\varphi(x_j)}$. Here $f_\Theta$ are the logits of the network with
-    the parameters $\Theta$, and $\iota_\varphi(x_j)$ are the parameters at the uniformly drawn coordinates $x_j$.
+    The prediction of the ensemble is the mean of the class probabilities of its members,
+    $\frac1n \sum_j \operatorname{softmax} f_{\iota_\varphi(x_j)}$. Here, $f_\Theta$ are the logits of the network with
+    the parameters $\Theta$. Member j has the parameters $\iota_\varphi(x_j)$, where the coordinates $x_j$ are drawn
+    uniformly.
 
-    The batches are read once, and all models process each batch in turn. The parameters of only one drawn model are in
-    memory at a time, but the buffers of all models are. The module `model` runs in evaluation mode. Its parameters,
+    The function reads each batch once, and evaluates all models on it. The memory contains the parameters of only one
+    member at a time, but the buffers of all members. The module `model` runs in evaluation mode. Its parameters,
     buffers and modes do not change.
 
     Args:
@@ -196,7 +200,7 @@ def ensemble(
 
 
 def _inputs_and_targets(batch: Any, targets: str) -> tuple[Any, Any]:
-    """Split a batch into the inputs and the classes. The classes are `None` if the batch has none."""
+    """Split a batch into the inputs and the true classes, which are `None` if the batch contains only inputs."""
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name != targets}, batch.get(targets)
     if isinstance(batch, tuple | list) and batch:
@@ -213,7 +217,11 @@ class _ScoreAccumulator:
         self._nll_sum = 0.0
 
     def add(self, log_probabilities: Float[Tensor, "n classes"], targets: Tensor) -> None:
-        """Add the predictions for n samples: log-probabilities (n, classes) and the true classes (n,).
+        """Add the predictions of a classifier for n samples.
+
+        Args:
+            log_probabilities: the predicted log-probabilities of all classes (n, classes).
+            targets: the true classes (n,).
 
         Raises:
             ArgumentError: if `targets` are not n valid class indices.

@@ -27,7 +27,7 @@ def is_batch_counter(name: str) -> bool:
 
 
 def largest_counter(counters: Sequence[Tensor]) -> Tensor:
-    """Return the elementwise maximum of counters, as a new tensor on the device of the first counter.
+    """Return the elementwise maximum of several counters as a new tensor, on the device of the first counter.
 
     Example:
         >>> largest_counter([torch.tensor(3), torch.tensor(8)])
@@ -37,7 +37,9 @@ def largest_counter(counters: Sequence[Tensor]) -> Tensor:
 
 
 def labelled_karcher_mean(space: Manifold, name: str, points: Mapping[str, Tensor], weights: Tensor) -> KarcherMean:
-    """Compute the Karcher mean of a parameter, with error messages that name the parameter and the model.
+    """Compute the Karcher mean of the values that a parameter has in several models.
+
+    An error message contains the name of the parameter and, if one value is invalid, the name of its model.
 
     Args:
         space: the manifold of the parameter.

@@ -1,7 +1,7 @@
-"""The weighted Karcher mean of several versions of a model, with a certificate of its accuracy.
+"""The weighted Karcher mean of several models, with the residual that measures its accuracy.
 
-The Karcher mean minimises the weighted sum of squared distances to the models. On a flat space, it is the arithmetic
-mean.
+The Karcher mean is the point that minimises the weighted sum of squared distances to the models. On a flat space, it is
+the arithmetic mean.
 """
 
 import math
@@ -33,10 +33,12 @@ def karcher(
     r"""Compute the weighted Karcher mean of several models.
 
     The Karcher mean is the point $m$ that minimises the weighted sum of squared distances
-    $\sum_i w_i\, d(m, \Theta_i)^2$ to the models $\Theta_i$. If all leaves of the space are flat or spheres, the mean
-    is a linear combination of the models. Its coefficients follow from the Gram matrix of the models. The sum is
-    computed in float64 and rounded once. On other spaces, [`karcher_mean`][manifoldagg.manifolds.karcher_mean] computes
-    the mean by iteration. It needs memory for all models in float64.
+    $\sum_i w_i\, d(m, \Theta_i)^2$ to the models $\Theta_i$. The algorithm depends on the space:
+
+    - If each tensor (leaf) of the space is flat or a sphere, the mean is a linear combination of the models. Its
+      coefficients follow from the Gram matrix of the models. The combination is computed in float64 and rounded once.
+    - On other spaces, [`karcher_mean`][manifoldagg.manifolds.karcher_mean] computes the mean by iteration, and needs
+      memory for all models in float64.
 
     Args:
         space: the space. Unless it is flat, it needs `exp`, `log`, `inner` and `project`.
@@ -76,17 +78,17 @@ def karcher(
 
 
 def _span(space: Manifold, points: list[Tensor], weights: Tensor) -> Span | None:
-    """Return the span of the points, or `None` if a mean within the span is not applicable or not faster."""
+    """Return the linear span of the points, or `None` if the mean cannot be computed faster in this span."""
     return Span.of(space, [point.flatten() for point in points], start=int(weights.argmax()))
 
 
 def _mean_of_checked(
     space: Manifold, points: list[Tensor], weights: Tensor, span: Span | None, tolerance: float, max_steps: int
 ) -> KarcherMean:
-    """Compute the mean of points that have already been validated.
+    """Compute the Karcher mean of points that have already been validated.
 
-    If an iteration is needed, it runs for each leaf of the space separately. The tolerance is relative to the size of
-    the coordinates, which can differ between the leaves.
+    If the mean requires an iteration, each tensor (leaf) of the space has its own iteration, because the tolerance is
+    relative to the coordinates of the tensor.
     """
     # The tolerance refers to the root mean square of P entries. The norm is larger by the factor √P.
     absolute_tolerance = tolerance * math.sqrt(max(points[0].numel(), 1))
@@ -109,7 +111,10 @@ def _mean_of_checked(
 
 
 def check_versions(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
-    """Check that all models are finite and have the same shape, dtype and device, and return them detached.
+    """Check that all models are finite points of the space with the same shape, dtype and device.
+
+    Returns:
+        The models as detached tensors.
 
     Raises:
         ArgumentError: if there is no model, or if a model is invalid. The message describes the first invalid model.
@@ -121,7 +126,10 @@ def check_versions(space: Manifold, versions: Versions, name: str = "versions") 
 
 
 def check_model(space: Manifold, point: Tensor, name: str, *, like: Tensor | None = None) -> Tensor:
-    """Check that a model is a valid point of the space with the dtype and device of `like`, and return it detached.
+    """Check that a model is a valid point of the space, and has the shape, dtype and device of `like`.
+
+    Returns:
+        The model as a detached tensor.
 
     Raises:
         ArgumentError: if the model is invalid.
@@ -132,7 +140,11 @@ def check_model(space: Manifold, point: Tensor, name: str, *, like: Tensor | Non
 
 
 def _check_structure(space: Manifold, versions: Versions, name: str = "versions") -> list[Tensor]:
-    """Check the shapes, dtypes and devices of the models but not their values, and return the models detached."""
+    """Check the shapes, dtypes and devices of the models, but not their values.
+
+    Returns:
+        The models as detached tensors.
+    """
     is_sequence = versions.ndim > 0 if isinstance(versions, Tensor) else isinstance(versions, Sequence)
     if not is_sequence or len(versions) == 0:
         given = "none" if is_sequence else "a number" if isinstance(versions, Tensor) else type(versions).__name__
@@ -143,7 +155,11 @@ def _check_structure(space: Manifold, versions: Versions, name: str = "versions"
 
 
 def _check_like(space: Manifold, point: Any, name: str, like: Tensor | None) -> Tensor:
-    """Check that a model has the shape of the space and the dtype and device of `like`, and return it detached."""
+    """Check that a model has the shape of the space, and the shape, dtype and device of `like`.
+
+    Returns:
+        The model as a detached tensor.
+    """
     check_not_model(name, point)
     model = check_shape(name, point, *space.axes)
     if like is not None and (model.shape, model.dtype, model.device) != (like.shape, like.dtype, like.device):

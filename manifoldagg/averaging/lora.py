@@ -39,15 +39,16 @@ Scaling = float | Sequence[float]
 
 @dataclass(frozen=True, eq=False)
 class AdapterAverageInfo:
-    r"""The truncation error of an average of adapters.
+    r"""The truncation error of an average of LoRA adapters.
 
-    The average of adapters usually has a higher rank than the returned adapter, which is therefore an approximation.
+    The exact average $\bar X$ of the weight changes usually has a higher rank than the returned adapter, which
+    therefore only approximates it.
 
     Attributes:
-        error: the relative error $\|\bar X - \hat X\| / \|\bar X\|$ over all pairs, where $\bar X$ is the average and
-            $\hat X$ the returned product before rounding. If the rank suffices, only rounding errors remain.
-        residual: the factors of $\bar X - \hat X$, as a state dict with the same names. A pair has the rank of the
-            difference, and is omitted if the difference is 0.
+        error: the relative error $\|\bar X - \hat X\| / \|\bar X\|$ over all pairs of factors, where $\hat X$ is the
+            product of the returned factors before rounding. If the rank suffices, only rounding errors remain.
+        residual: the factors of $\bar X - \hat X$, as a state dict with the names of the adapter. The rank of a pair of
+            factors is the rank of the difference. A pair is omitted if the difference is 0.
     """
 
     error: float
@@ -231,9 +232,9 @@ def _scalings(scaling: Any, k: int) -> np.ndarray:
 
 
 def _is_known_finite(state: Adapter) -> bool:
-    """Return whether a single pass over the state proves that all floating tensors are finite.
+    """Return whether a single pass over an adapter proves that all its floating-point tensors are finite.
 
-    If the result is `False`, the caller must check each tensor separately.
+    If the result is `False`, the tensors may still be finite, so the caller must check each tensor separately.
     """
     row = TensorList([x for x in state.values() if isinstance(x, Tensor) and x.is_floating_point()])
     # Without a form, the memory of a row may be unreadable. Within `across_ranks`, `gram` would wait for other ranks.
@@ -273,7 +274,10 @@ def _truncate_pair(
 
 
 def _significant_residual(truncated: TruncatedSVD) -> Tensor:
-    """Return the factors of the part that the truncation discarded, without the directions of rounding errors."""
+    """Return the factors of the part of an average that the truncation to a lower rank discarded.
+
+    Singular values that are as small as rounding errors are omitted.
+    """
     # The tolerance has the form of numpy.linalg.matrix_rank.
     size = len(truncated.values) * torch.finfo(torch.float64).eps * float(truncated.values[0])
     return truncated.remainder[:, truncated.values[truncated.rank :] > size]
@@ -305,9 +309,10 @@ def _overflow_error(name: str, dtype: torch.dtype) -> StateDictError:
 
 
 def _mean_tensor(name: str, states: Sequence[Adapter], finite: Sequence[bool], coefficients: np.ndarray) -> Tensor:
-    """Return the mean of a tensor that is not a factor, summed in float64 and rounded once.
+    """Average a tensor that is not a LoRA factor over all adapters.
 
-    Integers must be equal in all adapters. The result for a batch counter is the maximum.
+    The result is a weighted sum, which is computed in float64 and rounded once. The result for a batch counter is the
+    maximum over the adapters. Other integers must be equal in all adapters.
     """
     first = states[0][name]
     for i, state in enumerate(states):

@@ -142,10 +142,11 @@ def merge(
 
 @torch.no_grad()
 def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None = None) -> MergeInfo:
-    """Carry out the plan of a merge.
+    """Merge checkpoints according to the result of `plan_merge`.
 
     The function returns the same result and raises the same errors as [`merge`][manifoldagg.averaging.merge], but it
-    issues no warnings. If the mean may not be meaningful, the field `warnings` of the result states why.
+    issues no warnings. Instead, the field `warnings` of the result contains the reasons why the mean may not be
+    meaningful.
 
     Args:
         plan: the result of `plan_merge`.
@@ -203,7 +204,11 @@ class _Run:
         self._numbers.setdefault((step.part, step.is_write), []).append(numbers)
 
     def info(self, files: Sequence[str]) -> MergeInfo:
-        """Return the certificates after the last step. `files` are the names of the files of the result."""
+        """Return the result of the merge after its last step.
+
+        Args:
+            files: the names of the files of the result.
+        """
         plan = self.plan
         certificates = [self._certificate(i) for i, part in enumerate(plan.parts) if part.kind != "copied"]
         shared = self._mean_of_model() if plan.scope == "model" else None
@@ -222,9 +227,9 @@ class _Run:
         )
 
     def _mean(self, index: int) -> Mean:
-        """Return the mean of a part, which is a tensor or a pair of LoRA factors.
+        """Return the coefficients of the mean of one part of the model, a tensor or a pair of LoRA factors.
 
-        The first call computes the coefficients of the mean.
+        The first call for a part computes the coefficients, and later calls return the stored coefficients.
         """
         part = self.plan.parts[index]
         if not part.has_gram_step:
@@ -260,9 +265,9 @@ class _Run:
         return InnerProducts(matrix, part.origin)
 
     def _products_of_model(self) -> InnerProducts | None:
-        """Return the inner products of the models over all flat tensors and LoRA factors.
+        """Return the inner products of the models, each with all its flat tensors and LoRA factors as one vector.
 
-        If the models have no such tensors, the result is `None`.
+        The result is `None` if the models have neither flat tensors nor LoRA factors.
         """
         found = [self._products(i) for i, part in enumerate(self.plan.parts) if part.has_products]
         if not found:
@@ -296,9 +301,9 @@ class _Run:
 
 
 class _ReadAhead:
-    """Read-ahead for later steps of a merge, so that the disk reads while the processor computes.
+    """Context manager that reads the data of later merge steps ahead, while the current step is computed.
 
-    A separate thread sends the requests to the operating system, because a request can block.
+    A separate thread sends the read requests to the operating system, because such a request can block.
     """
 
     def __init__(self, plan: MergePlan, draft: MergeDraft) -> None:

@@ -1,4 +1,7 @@
-"""The unfinished files of a merge, with a journal of the completed steps from which a restarted merge continues."""
+"""The files of an unfinished merge of checkpoints.
+
+A journal records the completed steps, so that a restarted merge continues after the last recorded step.
+"""
 
 import json
 import os
@@ -26,14 +29,14 @@ Numbers = np.ndarray
 
 
 class MergeDraft:
-    """The files of an unfinished merge, in a folder next to the result.
+    """The files of an unfinished merge, in a folder next to the path of the result.
 
-    The folder contains the shards of the result, which have their final size from the start, and a journal, which
-    begins with the plan of the merge. A step first writes its bytes to a shard. When the bytes are on the disk, a
-    record of the step is appended to the journal.
+    The folder contains the shards of the result, which have their final sizes from the start, and a journal. The
+    journal begins with the plan of the merge. Each step writes its bytes to a shard. After the bytes of several steps
+    are on the disk, records of these steps are appended to the journal.
 
-    If the process is killed, a restarted merge continues after the last record, so it repeats at most the steps of one
-    batch. A repeated step writes the same bytes again.
+    If the process is killed, a restarted merge continues after the last record in the journal. It therefore repeats
+    only the steps that have no record yet. A repeated step writes the same bytes again.
 
     Args:
         plan: the plan.
@@ -110,7 +113,11 @@ class MergeDraft:
             self.commit()
 
     def commit(self, *, wait: bool = False) -> None:
-        """Write all data to the disk in the background: first the shards, and then the records that refer to them."""
+        """Sync all written data to the disk in the background: first the shards, and then the records of the steps.
+
+        Args:
+            wait: whether to wait until the data are on the disk.
+        """
         if self._commit is not None:
             self._commit.result()
         lines = b"".join(self._lines)
@@ -123,10 +130,11 @@ class MergeDraft:
             self._commit.result()
 
     def publish(self, certificate: str, extra: Mapping[str, bytes]) -> None:
-        """Move the result to its final path.
+        """Move the complete result to its final path, and remove the draft.
 
-        The move is atomic, so a reader sees either the old result or the complete new result. The draft is removed at
-        the end. If the process is killed before the removal, a restarted merge publishes the same files again.
+        A file at this path is replaced atomically, just after its certificate. A folder at this path is replaced by two
+        renames, so it is missing for a moment. If the process is killed before the draft is removed, a restarted merge
+        publishes the same files again.
 
         Args:
             certificate: the JSON text of the certificates.
@@ -159,7 +167,7 @@ class MergeDraft:
                 _link(files[self.plan.out.name], draft)
 
     def _open(self, resume: bool) -> None:
-        """Open the shards and the journal, create missing files, and read the records of completed steps."""
+        """Open the shards and the journal, and read the records of the completed steps. Create missing files."""
         if not resume:
             self._clear()
         path = self.folder / "journal"
@@ -181,10 +189,9 @@ class MergeDraft:
             self._lines = [_line(self.plan.fingerprint.encode())]
 
     def _clear(self) -> None:
-        """Remove the files of an earlier merge, beginning with the journal.
-
-        Without its journal, an incompletely removed draft cannot be mistaken for a valid one.
-        """
+        """Remove the files of an earlier merge."""
+        # The journal is removed first, because a draft without a journal is not resumed. An interrupted removal
+        # therefore leaves no draft that looks valid.
         for path in sorted(self.folder.iterdir(), key=lambda path: path.name != "journal"):
             if path.name != "lock":
                 path.unlink()
@@ -250,7 +257,7 @@ class MergeDraft:
                 data, position = data[count:], position + count
 
     def _sync(self, lines: bytes, dirty: Sequence[int]) -> None:
-        """Write changed shards, and then new lines of the journal, to the disk. It runs in the background thread."""
+        """Sync the changed shards to the disk, and then append lines to the journal. Run in the background thread."""
         with os_errors(f"{self.folder}: could not be written"):
             # A record must not reach the disk before the bytes that it describes.
             for descriptor in dirty:
@@ -261,7 +268,7 @@ class MergeDraft:
 
 
 def _line(text: bytes) -> bytes:
-    """Return a line of the journal: a checksum and the text. The checksum detects a line that was written partially."""
+    """Return a line of the journal: the text after a checksum, which detects a partially written line."""
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 

@@ -1,7 +1,7 @@
-"""The steps of a merge for flat tensors, tensors on manifolds, LoRA factors, and integers.
+"""The steps of a merge of checkpoints, for flat tensors, tensors on manifolds, LoRA factors, and integers.
 
-A step reads a range of entries of all checkpoints. It either computes their inner products, or computes and writes
-their mean.
+A step reads the same range of entries of a tensor from all checkpoints. It computes the inner products of these
+entries, or it computes and writes their mean.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,10 @@ class Buffers:
 
 
 def gram_of(part: Part, start: int, stop: int) -> Float64[Tensor, "r r"]:
-    """Compute the inner products of the used models over a range of entries, in the basis of `InnerProducts`.
+    """Compute the inner products of the models with nonzero weights over a range of entries of a tensor.
+
+    Returns:
+        The Gram matrix of one model and of the differences of the other models from it, as in `InnerProducts`.
 
     Raises:
         StateDictError: if an entry is not finite. The message contains the file and the name of the tensor.
@@ -113,10 +116,10 @@ def _write_flat(part: Part, mean: Mean, write: Write, buffers: Buffers, start: i
 
 
 def _write_copied(part: Part, write: Write, start: int, stop: int) -> None:
-    """Write a range of an integer or boolean tensor.
+    """Write a range of entries of an integer or boolean tensor, which has no mean.
 
-    A batch counter gets the largest value of all models. Other tensors are copied from the model with the largest
-    weight. If they are not single numbers, they must be equal in all models.
+    A batch counter gets the largest value of all models. Any other tensor is copied from the model with the largest
+    weight. If the tensor has several entries, it must be equal in all models.
     """
     name = part.names[0]
     column = part.tensors[0]
@@ -152,9 +155,10 @@ def _write_curved(part: Part, write: Write, start: int, stop: int) -> list[float
 
 
 def _space_of_range(space: Manifold | None, size: int) -> Manifold:
-    """Return the space of a range of `size` entries of a tensor.
+    """Return the manifold of a range of entries of a tensor.
 
-    If the space of the tensor is a power of a manifold, a range contains only some of the copies of the manifold.
+    If the manifold of the whole tensor is a power, that is, several copies of another manifold, a range of `size`
+    entries contains only some of the copies.
     """
     assert space is not None
     if not isinstance(space, Power):
@@ -163,7 +167,10 @@ def _space_of_range(space: Manifold | None, size: int) -> Manifold:
 
 
 def _write_factors(part: Part, mean: Mean, write: Write) -> float:
-    """Write the LoRA factors of the mean, and return the squared norm of the truncation and rounding errors."""
+    """Write the LoRA factors of the mean, and return the squared norm of their error.
+
+    The error consists of the truncation to the rank of the result and of rounding errors.
+    """
     pair = FactorPair(*part.names)
     states = [_factors(part, i) for i in part.used]
     c = mean.coefficients[part.used]
@@ -206,9 +213,10 @@ def _rows(part: Part, start: int, stop: int) -> list[Tensor]:
 
 
 def _raise_invalid(part: Part, start: int, stop: int) -> None:
-    """Raise an error that names the first tensor that is not finite.
+    """Raise a `StateDictError` for a mean that is not finite.
 
-    If all tensors are finite, the mean has overflowed, and the error states this.
+    The message names the first model whose entries are not finite. If the entries of all models are finite, the message
+    states that the mean has overflowed.
     """
     for name, column in zip(part.names, part.tensors, strict=True):
         for i in part.used:

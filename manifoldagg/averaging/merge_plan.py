@@ -1,4 +1,4 @@
-"""The plan of a merge, which determines the parts of the model, the steps, and the files of the result."""
+"""The plan of a merge of checkpoints: the parts of the model, the steps of the merge, and the files of the result."""
 
 import json
 import math
@@ -56,15 +56,15 @@ SAMPLE_BYTES = 1 << 25
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A unit of the model that is averaged on its own: a tensor, or a pair of LoRA factors.
+    """A part of the model that is averaged separately: one tensor, or a pair of LoRA factors.
 
     Attributes:
         kind: `"flat"`, `"statistic"`, `"manifold"`, `"factors"`, or `"copied"` for integers and booleans.
-        names: the names of its tensors. A pair of factors has two names, and other parts have one name.
+        names: the names of the tensors of the part. A pair of factors has two names, and any other part has one name.
         tensors: for each name, the tensors of all models.
-        labels: the labels of all models.
-        method: the method of this part.
-        space: the manifold of the part, if it has one.
+        labels: the label of each model, such as its path.
+        method: the averaging method of the part, and its weights.
+        space: the manifold of the part, or `None` if the part is not on a manifold.
     """
 
     kind: str
@@ -106,7 +106,7 @@ class Part:
 
     @property
     def has_gram_step(self) -> bool:
-        """Whether a separate step computes the inner products of the models before the mean is written."""
+        """Whether a separate step computes the inner products of the models before the mean is computed."""
         return self.has_products and self.method.needs_gram
 
     @property
@@ -153,9 +153,10 @@ class Part:
 
 
 class Step(NamedTuple):
-    """One step of a merge, which processes the entries from `start` to `stop` of one part.
+    """One step of a merge, which processes a range of entries of one part of the model.
 
-    If `is_write` is `True`, the step writes the mean. Otherwise, it computes the inner products of the models.
+    The step reads the entries from `start` to `stop` of all models. If `is_write` is `True`, it writes their mean.
+    Otherwise, it computes their inner products.
     """
 
     part: int
@@ -166,18 +167,18 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MergePlan:
-    """The plan of a merge: its inputs, its method and its output files.
+    """The plan of a merge of checkpoints: its inputs, its averaging method and its output files.
 
     Attributes:
         out: the absolute path of the result.
-        is_folder: whether the result is a folder with an index.
-        method: the method of averaging and its weights.
-        scope: `"tensor"` or `"model"`.
-        models: the checkpoints.
-        parts: the parts of the model.
-        shards: the files of the result.
+        is_folder: whether the result is a folder instead of a single file.
+        method: the averaging method and its weights.
+        scope: whether the method treats each tensor (`"tensor"`) or the whole model (`"model"`) as one vector.
+        models: the checkpoints to average.
+        parts: the parts of the model that are averaged separately.
+        shards: the safetensors files of the result.
         fingerprint: JSON text that identifies the plan.
-        pool: the mapped files. The caller must close the pool.
+        pool: the input files, which are mapped into memory. The caller must close the pool.
     """
 
     out: Path
@@ -197,10 +198,10 @@ class MergePlan:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The steps in the order of their execution.
+        """The steps of the merge in the order of their execution.
 
-        With `scope="model"`, the coefficients depend on all tensors. All inner products are therefore computed before
-        the first tensor is written.
+        With `scope="model"`, the coefficients of the mean depend on all tensors. The merge therefore computes all inner
+        products of the models before it writes the first tensor.
         """
         grams: list[Step] = []
         steps: list[Step] = []
@@ -213,7 +214,7 @@ class MergePlan:
 
     @cached_property
     def bytes_read(self) -> int:
-        """The number of bytes that all steps read together, so that a tensor read by two steps counts twice."""
+        """The total number of bytes that the steps read. Bytes that two steps read are counted twice."""
         return sum(self.parts[step.part].num_bytes(step.start, step.stop) for step in self.steps)
 
     @cached_property
@@ -232,11 +233,15 @@ class MergePlan:
 
     @property
     def certificate_path(self) -> Path:
-        """The path of the certificates, a JSON file in the folder of the result or next to a single file."""
+        """The path of the JSON file with the certificates, in the folder of the result or next to a single file."""
         return self.out / CERTIFICATE_NAME if self.is_folder else self.out.with_suffix(f".{CERTIFICATE_NAME}")
 
     def extra_files(self) -> dict[str, bytes]:
-        """Return the contents of the index and of the copied configurations by file name, for a result in a folder."""
+        """Return the index of the shards and the configuration files, which complete a result in a folder.
+
+        Most configuration files are copies from the first checkpoint. The result is a dict from file names to contents.
+        It is empty if the merge writes a single file.
+        """
         if not self.is_folder:
             return {}
         found = {}
@@ -309,10 +314,11 @@ def plan_merge(
     manifolds: Assignment | None = None,
     shard_size: int | None = None,
 ) -> MergePlan:
-    """Plan a merge: read and compare the headers of the checkpoints, but not the tensors in the files.
+    """Plan a merge of checkpoints without reading their tensors.
 
-    The arguments `models`, `weights`, `out`, `method`, `scope`, `t`, `manifolds` and `shard_size`, and the errors are
-    the same as those of [`merge`][manifoldagg.averaging.merge].
+    The function reads the headers of the files, and checks that all checkpoints have the same names, shapes and dtypes.
+    The arguments `models`, `weights`, `out`, `method`, `scope`, `t`, `manifolds` and `shard_size` have the same meaning
+    as in [`merge`][manifoldagg.averaging.merge]. The errors are also the same.
     """
     given = len(models) if isinstance(models, Sequence) and not isinstance(models, str | bytes) else short_repr(models)
     if not isinstance(given, int) or not MIN_MODELS <= given <= MAX_MODELS:
@@ -413,9 +419,10 @@ def _check_out(out: str | os.PathLike[str], models: Sequence[CheckpointFiles]) -
 
 
 def _check_replaceable(folder: Path, out: str | os.PathLike[str]) -> None:
-    """Check that a folder does not exist, or contains only the files of an earlier merge.
+    """Check that a merge can write its result to a folder without removing other files.
 
-    The merge replaces the whole folder, so it would remove other files.
+    A merge replaces the whole folder. The folder must therefore not exist, or it must contain only the files of an
+    earlier merge.
 
     Raises:
         ArgumentError: if the folder contains other files. The message contains the name of the first of them.
@@ -433,9 +440,9 @@ def _check_replaceable(folder: Path, out: str | os.PathLike[str]) -> None:
 
 
 def result_entries(part: Part) -> Iterator[TensorEntry]:
-    """Yield the names, dtypes and shapes of the tensors that a part has in the result.
+    """Yield the name, dtype and shape of each tensor that the result contains for one part of the model.
 
-    The rank of LoRA factors is the largest rank of the models.
+    The rank of a pair of LoRA factors is the largest rank of the pair in all models.
     """
     rank = max(x.entry.shape[0] for x in part.tensors[0]) if part.kind == "factors" else 0
     for axis, column in enumerate(part.tensors):

@@ -17,12 +17,12 @@ DTYPE_NAMES = {dtype: name for name, dtype in FOREIGN_DTYPES.items()}
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A file of the result.
+    """A safetensors file of a merged checkpoint.
 
     Attributes:
         name: the name of the file.
-        header: the bytes in front of the tensors.
-        begins: the position of each tensor in the file, in bytes.
+        header: the bytes that precede the tensors.
+        begins: the position in bytes of each tensor in the file, by the name of the tensor.
         size: the size of the file in bytes.
     """
 
@@ -75,7 +75,10 @@ def _stem(first: CheckpointFiles) -> str:
 
 
 def _groups_by_size(entries: Sequence[TensorEntry], shard_size: int) -> list[list[TensorEntry]]:
-    """Group tensors into shards of at most `shard_size` bytes. A larger tensor gets a shard of its own."""
+    """Group consecutive tensors into shards of at most `shard_size` bytes.
+
+    A tensor that is larger than `shard_size` gets a shard of its own.
+    """
     groups: list[list[TensorEntry]] = [[]]
     size = 0
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Subspaces of the parameter space (curves, simplices or tunnels) that are fitted to the models of a run."""
+"""Fits of curves, simplices and tunnels in parameter space to the models of a training run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -70,11 +70,12 @@ class Subspace:
         return float(self.residuals.sum())
 
     def average(self, weights: Float[Tensor, " m"] | Sequence[float] | None = None) -> Float[Tensor, "..."]:
-        r"""Compute the point of the subspace at the mean of the coordinates, $\iota_\xi(\sum_j w_j x_j)$.
+        r"""Compute the model $\iota_\xi(\sum_j w_j x_j)$ at the weighted mean of the coordinates $x_j$ of all models.
 
-        In contrast to the mean of the points, this mean is always a point of the subspace, because the coordinates form
-        a convex set. They are the parameter of a curve, the barycentric coordinates of a simplex, or the parameter and
-        the offset of a tunnel. For a tunnel in ambient form, the mean offset is then made normal to the curve.
+        The coordinates of a model are the parameter of a curve, the barycentric coordinates of a simplex, or the
+        parameter and the offset of a tunnel. The set of all coordinates is convex, so the result is always a point of
+        the subspace. In general, the mean of the models themselves is not a point of the subspace. For a tunnel in
+        ambient form, the method removes the component of the mean offset that is tangential to the curve.
 
         Args:
             weights: the weights of the points, which are normalised. The default is equal weights.
@@ -139,7 +140,10 @@ class Subspace:
         return [self.view(edge(self.phi[pair], t[::8])) for pair in pairs]
 
     def _tunnel_walls(self) -> list[Tensor]:
-        """Return the two lines at the distance of the radius from the curve, in the plane of the plot."""
+        """Return the walls of a tunnel in the plane of the plot.
+
+        The walls are two lines on both sides of the curve, whose distance from it is the radius of the tunnel.
+        """
         line = self._outlines()[0]
         # The direction at the last point is that of the previous segment.
         ahead = line.diff(dim=0, append=2 * line[-1:] - line[-2:-1])
@@ -274,7 +278,11 @@ def _fit_on_flat_space(models: Tensor, embedding: Embedding, start: Tensor | Non
 
 
 def _check_spread(spread: float, minimum: float = 0.0) -> None:
-    """Raise an `ArgumentError` if squares of the distances between the points would overflow or underflow."""
+    """Check that the squared distances between the points neither overflow nor underflow.
+
+    Raises:
+        ArgumentError: if the spread of the points is too small or too large.
+    """
     if not (spread == 0 or minimum <= spread <= MAX_SPREAD):
         raise ArgumentError(
             f"points: expected distances from their mean between {minimum:g} and {MAX_SPREAD:g}, got {spread:g}"
@@ -282,7 +290,10 @@ def _check_spread(spread: float, minimum: float = 0.0) -> None:
 
 
 def _fit_on_curved_space(models: Tensor, embedding: Embedding, options: FitOptions) -> Subspace:
-    """Fit an embedding on a curved space, starting from the tangent space at the Karcher mean of the models."""
+    """Fit a curve or a simplex on a curved manifold.
+
+    The fit starts with a fit in the tangent space at the Karcher mean of the models.
+    """
     space = embedding.space
     x = space._project(models.double())
     center = karcher(space, x).point

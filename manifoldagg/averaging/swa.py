@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: the mean of every c-th model of the late part of a run."""
+"""Stochastic weight averaging, which averages some models from the late part of a run."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -38,17 +38,18 @@ CHUNK_SIZE = 1 << 16
 
 @dataclass(frozen=True)
 class _AverageState:
-    """The state of an average.
+    """The state of a running average of models.
 
-    The object is immutable. An update replaces it by a new object, so an interrupt never leaves a partial result.
+    The object is immutable. Each update replaces it by a new object, so an interrupt never leaves a partial result.
 
     Attributes:
-        last_version: the latest version.
+        last_version: the number of the latest version, or -1 before the first version.
         count: the number of averaged models.
-        like: a tensor without memory that has the shape, dtype and device of the models.
-        mean: the mean in float64 (a row if the space has low-rank leaves). After a reset, the returned point.
+        like: a tensor without memory of its own that has the shape, dtype and device of the models.
+        mean: the mean in float64. It is a tuple of tensors if the space has low-rank leaves. After a reset, it is the
+            point to which the model was reset.
         models: the stored models with their versions.
-        truncated: the total norm of the parts that rank truncations removed from the mean.
+        truncated: the sum of the norms of all parts that rank truncation has removed from the mean.
     """
 
     last_version: int = -1
@@ -195,7 +196,7 @@ class SWA:
 
     @property
     def average(self) -> Float[Tensor, "..."] | None:
-        """A copy of the average in the dtype of the models; `None` if no version was selected.
+        """A copy of the average in the dtype of the models, or `None` if no version was selected yet.
 
         After a reset, the average is the point that `reset_point` returned, until the next version is selected.
         """
@@ -206,12 +207,15 @@ class SWA:
 
     @property
     def truncated(self) -> float:
-        """The sum of the Frobenius norms of all parts that rank truncations removed from a streaming mean."""
+        """The sum of the Frobenius norms of all parts that rank truncation has removed from a streaming mean."""
         return self._state.truncated
 
     @property
     def mean(self) -> KarcherMean | None:
-        """A copy of the Karcher mean of an exact `SWA`, with its residual; `None` if no model is stored."""
+        """A copy of the Karcher mean of the stored models, with its residual.
+
+        The value is `None` if no model is stored. Only an `SWA` with `kind="exact"` stores models.
+        """
         models = self._state.models
         if not models:
             return None
@@ -229,16 +233,16 @@ class SWA:
         return model.detach().clone() if average is None else average
 
     def reset_point(self, version: int) -> Float[Tensor, "..."] | None:
-        r"""Return the point that replaces the model of a version, or `None` if the version is not reset.
+        r"""Return the average with which a training loop replaces its model, or `None` if the model is not reset.
 
-        A custom loop calls this method after `update(version, model)` and writes the returned point to its model. The
-        point is the average if both conditions are met:
+        Call this method after `update(version, model)`, and write the returned point to the model. The method returns
+        the average if both of these conditions are met:
 
-        - $\tau = \mathrm{version} - \mathrm{offset}$ is a positive multiple of `periodic`;
-        - a model was selected since the last reset.
+        - $\tau = \mathrm{version} - \mathrm{offset}$ is a positive multiple of `periodic`.
+        - A model was selected since the last reset.
 
-        Without `periodic`, the result is always `None`. After a reset, the next selected version starts a new average.
-        Until then, the average keeps its value.
+        Without `periodic`, the result is always `None`. After a reset, the average does not change until the next
+        selected version, which starts a new average.
 
         Args:
             version: the version of the last call of `update`.
@@ -354,10 +358,10 @@ class SWA:
         return {name: getattr(self, name) for name in names}
 
     def _consistent_read(self, read: Callable[[_AverageState], T]) -> T:
-        """Return the result of `read` for a consistent state, without waiting for a lock.
+        """Read values from the current state without waiting for a lock.
 
-        The function `read` must copy what it returns. A concurrent update can overwrite the mean while `read` copies
-        it. The update also replaces the state, so the method detects this case and calls `read` again.
+        The function `read` must return copies of the values. A concurrent update can overwrite the mean while `read`
+        copies it. Such an update also replaces the state object, so the method detects it and calls `read` again.
         """
         while True:
             state = self._state
@@ -366,12 +370,12 @@ class SWA:
                 return result
 
     def _with_model(self, state: _AverageState, model: Tensor) -> _AverageState:
-        # An expanded scalar has the shape of the model, but the memory of a single entry.
         """Return the state after another model. The given state is not modified.
 
         Raises:
             ArgumentError: if differences of the model from the mean could overflow, or if no geodesic to it is found.
         """
+        # An expanded scalar has the shape of the model, but the memory of a single entry.
         like = model.new_empty(()).expand(model.shape)
         count = state.count + 1
         if (
@@ -427,13 +431,13 @@ class SWA:
             ) from None
 
     def _to_float64(self, model: Tensor) -> Tensor:
-        """Return a float64 copy of a model, projected onto the space to remove rounding errors of a narrower dtype."""
+        """Copy a model to float64, and project it onto the space to remove the rounding errors of its dtype."""
         point = model.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
         return point if self.space.flat or "project" not in self.space.capabilities else self.space._project(point)
 
 
 def _clone_mean(mean: Any) -> Any:
-    """Return a copy of a mean, which is a tensor, a tuple with one tensor for each leaf, or `None`."""
+    """Copy the mean of a state, which is a tensor, a tuple of tensors, or `None`."""
     if isinstance(mean, tuple):
         return tuple([piece.detach().clone() for piece in mean])
     return None if mean is None else mean.clone()
@@ -442,17 +446,23 @@ def _clone_mean(mean: Any) -> Any:
 def update_mean(
     mean: Float[Tensor, " P"], model: Float[Tensor, " P"], count: int, *, out: Float[Tensor, " P"]
 ) -> Float[Tensor, " P"]:
-    r"""Compute the running mean $m + (\Theta - m) / n$, where $\Theta$ is the n-th model, and write it into `out`.
+    r"""Update the mean $m$ of $n - 1$ models to the mean $m + (\Theta - m) / n$ of $n$ models, and write it into `out`.
 
-    The operations are rounded in the order of the formula, as in `torch.optim.swa_utils.AveragedModel`. A single linear
-    combination would multiply by $1/n$ instead, which rounds twice. The function works in chunks, so it allocates no
-    temporary memory of size P.
+    The function rounds after each operation of the formula, as `torch.optim.swa_utils.AveragedModel` does. It processes
+    the model in chunks, so it needs little temporary memory.
+
+    Args:
+        mean: the mean $m$ (P,).
+        model: the n-th model $\Theta$ (P,).
+        count: the number $n$ of models.
+        out: the tensor (P,) for the result.
 
     Example:
         >>> mean = torch.tensor([1.0], dtype=torch.float64)
         >>> update_mean(mean, torch.tensor([4.0]), 3, out=torch.empty_like(mean))
         tensor([2.], dtype=torch.float64)
     """
+    # A single linear combination would multiply by 1/n instead of dividing by n, which rounds twice.
     scratch = mean.new_empty(min(CHUNK_SIZE, len(mean)))
     for low in range(0, len(mean), CHUNK_SIZE):
         piece = mean[low : low + CHUNK_SIZE]
