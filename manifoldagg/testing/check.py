@@ -1,4 +1,4 @@
-"""The function `check_manifold`, which tests the laws of a manifold at many distances, in float32 and float64."""
+"""The function `check_manifold`, which tests whether the formulas of a manifold satisfy the laws of geometry."""
 
 import math
 from collections.abc import Iterable
@@ -28,17 +28,18 @@ def check_manifold(
     validate: bool = True,
     verbose: bool = True,
 ) -> Verdict:
-    r"""Check that a manifold satisfies the mathematical laws of its primitives.
+    r"""Check that a manifold satisfies mathematical laws, such as $\log_x(\exp_x u) = u$.
 
-    Use this function to test a manifold that you implement. It checks each law of [`LAWS`][manifoldagg.testing.LAWS]
-    whose primitives the space declares, on random points and tangents of several lengths:
+    Use this function to test a manifold that you implement. It checks the laws in [`LAWS`][manifoldagg.testing.LAWS],
+    except those that need a primitive (such as `log`) that the manifold does not implement. Each law is checked for
+    random points and for random tangents of several lengths:
 
-    - The lengths are 1e-7 (only for float64), 1e-3, 0.1, 0.7, 2, and the maximum length. Lengths above the maximum are
-      omitted.
-    - The maximum length is 0.9 times the injectivity radius of the space, or 10 if this radius is infinite. The option
-      `max_distance` can lower it.
+    - The lengths are 1e-7 (not in float32), 1e-3, 0.1, 0.7, 2, and the maximum length. Lengths above the maximum length
+      are omitted.
+    - The maximum length is 0.9 times the injectivity radius of the manifold, or 10 if this radius is infinite. The
+      option `max_distance` can reduce it.
 
-    If a primitive raises an exception, the law counts as broken, and the finding contains the exception.
+    If a primitive raises an exception, the law counts as broken, and its finding contains the exception.
 
     Args:
         space: a space with the primitives `random_point` and `random_tangent`, which generate the cases.

@@ -27,16 +27,17 @@ Violation = tuple[float, float]
 
 @dataclass(frozen=True)
 class LawCase:
-    """Random points and tangents for which a law is checked.
+    """Random points and tangents of a manifold, with which one law is checked.
 
     Attributes:
-        space: the space under test.
+        space: the manifold under test.
         seed: the seed of all random draws.
         dtype: the dtype of the points and tangents.
-        distance: the length of the tangents `u` and `v`, which is also the distance between `x` and `y`.
-        condition: the condition number of the space, the factor by which its formulas may amplify rounding errors.
+        distance: the length of the tangents `u` and `v`, and the distance from `x` to the points `y` = exp_x(u).
+        condition: the condition number of the manifold, that is, the factor by which its formulas may amplify rounding
+            errors.
         batch: the number of points.
-        x: random points of the space.
+        x: random points of the manifold.
         u: random tangents at `x`.
         v: other random tangents at `x`.
     """
@@ -67,9 +68,10 @@ class LawCase:
 
     @cached_property
     def cut_locus_margin(self) -> float:
-        """The distance between `y` and the cut locus of `x`, at most 1.
+        """The injectivity radius at `x` minus the distance from `x` to `y`, but at most 1.
 
-        The allowed errors of log and transport are proportional to its inverse.
+        The rounding errors of log and transport grow near the cut locus of `x`. The tolerances of the laws are
+        therefore proportional to the inverse of this margin.
         """
         return min(1.0, min_injectivity_radius(self.space, self.x) - self.distance)
 
@@ -99,7 +101,8 @@ class LawCase:
     def max_point_difference(self, a: Tensor, b: Tensor) -> float:
         """Return the largest difference between two batches of points.
 
-        If several tensors represent the same point, the result does not depend on the choice of the tensor.
+        On some manifolds, several tensors represent the same point. The method therefore compares `space.invariant` of
+        the points, which is the same for all these tensors.
         """
         return self.max_difference(*(self.space.invariant(point.double()) for point in (a, b)))
 
@@ -113,7 +116,10 @@ PARALLEL = GEODESIC | {"transport"}
 
 
 def min_injectivity_radius(space: Manifold, x: Tensor) -> float:
-    """Return the smallest injectivity radius at `x`, or infinity if the space does not declare this primitive."""
+    """Return the smallest injectivity radius of a manifold at a batch of points `x`.
+
+    If the manifold does not implement `injectivity_radius`, the result is infinity.
+    """
     return space.injectivity_radius(x).min().item() if "injectivity_radius" in space.capabilities else math.inf
 
 
@@ -270,7 +276,7 @@ def retractions_are_independent_across_batch(s: LawCase) -> Violation:
 
 @law("project", "project_tangent", "random_tangent")
 def projections_are_idempotent(s: LawCase) -> Violation:
-    """A second projection does not change points or tangents, and random tangents equal their projections."""
+    """Projections of points and tangents are idempotent, and random tangents equal their projections."""
     noise = s.x + 0.1 * torch.randn(s.x.shape, generator=torch.Generator().manual_seed(s.seed), dtype=s.dtype)
     point = s.space.project(noise)
     tangent = s.space.project_tangent(s.x, noise)
@@ -284,7 +290,7 @@ def projections_are_idempotent(s: LawCase) -> Violation:
 
 @law("inner", "project_tangent")
 def project_tangent_is_orthogonal(s: LawCase) -> Violation:
-    """<w - Pw, v> = 0 for every tangent v and every vector w, where P is the projection onto the tangent space."""
+    """<w - Pw, v> = 0 for each vector w and each tangent v, where P is the projection onto the tangent space."""
     w = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(s.seed + 1), dtype=s.dtype)
     removed = w - s.space.project_tangent(s.x, w)
     found = s.space.inner(s.x, removed, s.v).abs().max().item() / s.distance
@@ -327,7 +333,7 @@ def transport_is_an_isometry(s: LawCase) -> Violation:
 
 @law(*PARALLEL)
 def transport_is_invertible(s: LawCase) -> Violation:
-    """Transport from y to x inverts transport from x to y, and transport from x to x is the identity."""
+    """Parallel transport from x to y and back to x is the identity, and so is parallel transport from x to x."""
     returned = s.space.transport(s.y, s.x, s.space.transport(s.x, s.y, s.v))
     identity = s.space.transport(s.x, s.x, s.v)
     return max(s.max_norm(s.x, returned - s.v), s.max_norm(s.x, identity - s.v)) / s.distance, 4 * s.tolerance
@@ -344,10 +350,12 @@ def transport_is_linear(s: LawCase) -> Violation:
 
 @law(*PARALLEL)
 def transport_preserves_geodesic_velocity(s: LawCase) -> Violation:
-    """Parallel transport along a geodesic maps its velocity at the start to its velocity at any other point.
+    """Parallel transport along a geodesic maps the initial velocity of the geodesic to its velocity at a later point.
 
-    The law checks the end point and the midpoint m: P log_x y = -log_y x, where P is the transport from x to y, and
-    exp_m(Qu / 2) = y, where Q is the transport from x to m.
+    For the geodesic from x to y with the initial velocity u, the law checks two points:
+
+    - At the end point y: Pu = -log_y x, where P is the transport from x to y.
+    - At the midpoint m: exp_m(Qu / 2) = y, where Q is the transport from x to m.
     """
     velocity = s.space.transport(s.x, s.y, s.u)
     midpoint = geodesic(s.space, s.x, s.y, 0.5)
@@ -358,9 +366,9 @@ def transport_preserves_geodesic_velocity(s: LawCase) -> Violation:
 
 @law(*PARALLEL)
 def pole_ladder_equals_transport(s: LawCase) -> Violation:
-    """On a symmetric space, the pole ladder equals parallel transport.
+    """On a symmetric space, parallel transport equals the pole ladder, which is computed from exp and log alone.
 
-    A space that implements transport as a projection onto the tangent space violates this law.
+    For example, the law detects a space that implements transport as a projection onto the tangent space.
     """
     if not s.space.symmetric or 2 * s.distance >= 0.9 * min_injectivity_radius(s.space, s.x):
         return 0.0, 0.0
@@ -370,7 +378,7 @@ def pole_ladder_equals_transport(s: LawCase) -> Violation:
 
 @law(*GEODESIC)
 def gradients_are_finite_at_zero_length(s: LawCase) -> Violation:
-    """The derivatives of exp, log, distance and norm with respect to every argument are finite at u = 0 and y = x."""
+    """exp_x(u), log_x(y), d(x, y) and ‖u‖ have finite derivatives with respect to x, y and u at u = 0 and y = x."""
     x = s.x.clone().requires_grad_()
     y = s.x.clone().requires_grad_()
     zero = torch.zeros_like(s.u).requires_grad_()
@@ -401,7 +409,10 @@ def operations_are_independent_across_batch(s: LawCase) -> Violation:
 
 @law(*GEODESIC, "project")
 def mean_of_two_points_is_midpoint(s: LawCase) -> Violation:
-    """The weighted Karcher mean of two points is on their geodesic, and the mean of equal points is the same point."""
+    """The Karcher mean of two points with the weights 1 - t and t is the point γ(t) of the geodesic γ between them.
+
+    The Karcher mean of several copies of a point is the point itself.
+    """
     if 2 * s.distance >= min_injectivity_radius(s.space, s.x):
         return 0.0, 0.0
     pair = torch.stack([s.x, s.y], 1)
@@ -417,7 +428,7 @@ def mean_of_two_points_is_midpoint(s: LawCase) -> Violation:
 
 @law("random_point", "random_tangent")
 def random_draws_are_reproducible(s: LawCase) -> Violation:
-    """Equal seeds give equal points and tangents, and different seeds give different points and tangents."""
+    """Random points and tangents are equal for equal seeds, and different for different seeds."""
 
     def draw(seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)

@@ -35,11 +35,11 @@ MAX_SAMPLES = 9
 
 
 class ScheduledUpdate(NamedTuple):
-    """The schedule of one update of a run.
+    """One entry of the schedule of a run: which task returns an update, and which client starts the next task.
 
     Attributes:
         place: the position of the completed task in the list of tasks in flight.
-        next_client: the client that starts the next task.
+        next_client: the client that starts a task after this update.
     """
 
     place: int
@@ -47,15 +47,15 @@ class ScheduledUpdate(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The record of one update that a server received.
+    """The record of one update that a server received from a client.
 
     Attributes:
         client: the client that returned the update.
-        start_index: the number of updates that the server had received when it dispatched the task.
-        message: the message of the task.
-        payload: a copy of the payload.
-        receipt: the receipt of the server.
-        model: the server's model (P,) after the update.
+        start_index: the number of updates that the server had received when it dispatched the task of the client.
+        message: the message that the server sent to the client.
+        payload: a copy of the payload that the client returned.
+        receipt: the receipt that the server issued for the payload.
+        model: the model (P,) of the server after the update.
     """
 
     client: Hashable
@@ -68,11 +68,11 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class RuleCase:
-    """Reproducible asynchronous run of a rule, for which laws are checked.
+    """Reproducible asynchronous run of an aggregation rule, with which the laws of the rule are checked.
 
-    The case determines the start model, the payloads and the order in which tasks return. The number of tasks in flight
-    is always the number of clients. The same run can use the methods of the rule (`direct_run`), a `Server`
-    (`server_run`) or `aggregate` (`aggregate_run`).
+    The seed determines the start model, the payloads of the clients and the order in which tasks return. As many tasks
+    are in flight as there are clients. The same run can be carried out in three ways: by direct calls of the rule
+    (`direct_run`), by a `Server` (`server_run`), or by calls of `aggregate` (`aggregate_run`).
 
     Args:
         rule: the rule.
@@ -109,19 +109,20 @@ class RuleCase:
         object.__setattr__(self, "schedule", tuple(ScheduledUpdate(place, self.clients[i]) for place, i in draws))
 
     def generator(self, index: int) -> torch.Generator:
-        """Return one of the random number generators of the case.
+        """Return a new random number generator, whose seed depends on the seed of the case and on `index`.
 
-        Index 0 is the generator of the start model and the schedule. Index i + 1 is the generator of update i.
+        The start model and the schedule are drawn with the index 0. The payload of update i is drawn with the index
+        i + 1.
         """
         return torch.Generator().manual_seed(2**20 * self.seed + index)
 
     @cached_property
     def sample_counts(self) -> dict[Hashable, int]:
-        """The sample counts of the clients, whose sum is a power of 2.
+        """The number of training samples of each client. The sum of these numbers is a power of 2.
 
-        With this sum, a mean with the weights `update.share` is bitwise equal to a mean with the weights
-        `update.weight`. The results of a `Server` can therefore be compared with those of `aggregate`, which provides
-        no `share`.
+        The weight of a client is its number of samples divided by this sum. A division by a power of 2 is exact, so a
+        rule computes bitwise equal means with the weights and with the numbers of samples. Some laws need this
+        property, because `Server` provides both and `aggregate` provides only the weights.
         """
         counts = list(range(1, len(self.clients)))
         total = 1
@@ -235,9 +236,9 @@ class DirectRun:
 
 
 class ServerRun:
-    """A run of a server.
+    """A simulated asynchronous run of a `Server` and its clients.
 
-    Between two updates, `resumed` can replace the server by a server that was resumed from a file.
+    Between two updates, the method `resumed` can continue the run with a server that was resumed from a file.
     """
 
     def __init__(self, case: RuleCase, server: Server) -> None:
@@ -257,7 +258,7 @@ class ServerRun:
         return other
 
     def next_task(self) -> tuple[Ticket, Payload]:
-        """Return the ticket and the payload of the next update, but do not send the payload to the server."""
+        """Return the ticket and the payload of the next update, without sending the payload to the server."""
         count = len(self.records)
         _, _, ticket = self.in_flight[self.case.schedule[count].place]
         return ticket, self.case.payload(ticket.message, count)
@@ -313,7 +314,10 @@ class AggregateRun:
         return current, base, points if len(points) > 1 else points[0]
 
     def step(self, current: Any, base: Any, update: Any, out: Any = None) -> tuple[Any, State, dict[str, float]]:
-        """Call `aggregate` with the given models, and with the staleness and the weight of the next update."""
+        """Call `aggregate` with the given models.
+
+        The other arguments, such as the staleness and the weight, are those of the next update in the server run.
+        """
         record = self.records[len(self.models) - 1]
         return _aggregate(self.case.rule, self.state, current, base, update, record, self.space, out)
 

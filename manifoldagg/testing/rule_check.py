@@ -1,4 +1,4 @@
-"""The function `check_rule`, which checks the laws of an aggregation rule in several random runs."""
+"""The function `check_rule`, which tests an aggregation rule in random asynchronous runs."""
 
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
@@ -39,12 +39,15 @@ def check_rule(
 ) -> Verdict:
     """Check that an aggregation rule satisfies the laws of the protocol `Rule`.
 
-    Use this function to test a rule that you implement. It checks each law of
-    [`RULE_LAWS`][manifoldagg.testing.RULE_LAWS] that applies to the rule, in several random asynchronous runs, one for
-    each seed. In a run, as many tasks are in flight as there are clients, and the tasks return in a random order. The
-    clients return random models near their start models.
+    Use this function to test a rule that you implement. It checks the laws in
+    [`RULE_LAWS`][manifoldagg.testing.RULE_LAWS] that apply to the rule. For each seed, the laws are checked in one
+    random asynchronous run:
 
-    All laws require bitwise equality. If the rule raises an exception, the law counts as broken, and the finding
+    - As many tasks are in flight as there are clients.
+    - The tasks return in a random order.
+    - Each client returns a random model near the model that it received.
+
+    The laws require bitwise equality. If the rule raises an exception, the law counts as broken, and its finding
     contains the exception. Warnings are ignored.
 
     Args:
@@ -144,7 +147,11 @@ def _check_clients(clients: Sequence[Hashable]) -> tuple[Hashable, ...]:
 
 
 def _check_model_moves(case: RuleCase) -> None:
-    """Check that the model changes during the run. If it did not, many laws would hold trivially."""
+    """Check that the model changes during a run, because many laws hold trivially for a constant model.
+
+    Raises:
+        ArgumentError: if the model does not change.
+    """
     try:
         version = case.server_run().finish().server.version
     except Exception:  # the check of a law raises the same exception and reports it

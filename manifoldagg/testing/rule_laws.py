@@ -1,7 +1,8 @@
 """The laws of an aggregation rule: the properties that the protocol `Rule` requires.
 
-Each law is a function of a [`RuleCase`][manifoldagg.testing.RuleCase]. It returns a description of the first violation,
-or an empty string if the law holds. All laws require bitwise equality and have no tolerance.
+Each law is a function that runs the rule in a [`RuleCase`][manifoldagg.testing.RuleCase]. The function returns a
+description of the first violation, or an empty string if the law holds. The laws compare results bitwise, without a
+tolerance.
 """
 
 import copy
@@ -57,9 +58,12 @@ def rule_law(*requirements: Requirement) -> Callable[[RuleLaw], RuleLaw]:
 
 
 def needs_state_dicts(case: RuleCase) -> str:
-    """Return why `aggregate` cannot run a case, or an empty string.
+    """Return the reason why `aggregate` cannot run a case, or an empty string if it can.
 
-    `aggregate` requires a model of named tensors without adapters. All tensors must have the dtype of the space.
+    The function `aggregate` can run a case if all of these conditions are met:
+
+    - The space is a `ParameterSpace` without adapters, and all its tensors have the same dtype.
+    - The clients exchange only models with the server.
     """
     space = case.space
     if not isinstance(space, ParameterSpace) or space.adapters is not None:
@@ -78,7 +82,7 @@ def needs_flat_tensors(case: RuleCase) -> str:
 
 @rule_law()
 def step_is_pure(case: RuleCase) -> str:
-    """Equal inputs of `step` give bitwise equal results, and `step` does not write to its inputs except `out`."""
+    """For equal inputs, `rule.step` returns bitwise equal results. It writes to none of its inputs except `out`."""
     rule = case.rule
     space = case.space
     run = case.direct_run()
@@ -119,10 +123,10 @@ def step_is_pure(case: RuleCase) -> str:
 
 @rule_law()
 def nothing_is_aliased(case: RuleCase) -> str:
-    """The new model, state and client state do not share memory with each other or with the inputs of `step`.
+    """The results of `rule.step` do not share memory with each other or with the inputs of `step`.
 
-    There is one exception: a new state may share memory with the previous state, and a new client state with the
-    previous client state, because rules do not modify states in place.
+    The results are the new model, the new state and the new client state. The new states may share memory with the
+    previous states, because rules do not modify states in place.
     """
     rule = case.rule
     space = case.space
@@ -154,10 +158,10 @@ def nothing_is_aliased(case: RuleCase) -> str:
 def rejection_changes_nothing(case: RuleCase) -> str:
     """A rejected update does not change the model, the state, the client states, the version or the history.
 
-    - `Server` and `aggregate` must reject points that are not finite or have an invalid shape. The run then continues
-      exactly like a run without the invalid update.
-    - An update near the largest finite number may be rejected or accepted.
-    - A private rule does not reject points that are not finite. It replaces such an update by a zero update.
+    - `Server` and `aggregate` must reject an update whose points are not finite or have an invalid shape. The run then
+      continues exactly like a run without this update.
+    - An update with entries near the largest finite number may be rejected or accepted.
+    - A rule with differential privacy may accept an update that is not finite, because it replaces the update by zeros.
     """
     run = case.server_run()
     twin = case.server_run()
@@ -227,10 +231,10 @@ def results_do_not_depend_on_the_split_into_tensors(case: RuleCase) -> str:
 
 @rule_law()
 def a_run_can_be_resumed(case: RuleCase) -> str:
-    """A run that is saved and resumed is bitwise equal to an uninterrupted run.
+    """A run that is saved to a file and resumed is bitwise equal to an uninterrupted run.
 
-    The law checks `Server.save` and `Server.resume`. If the clients receive and return only models, it also checks
-    `AsyncAggregator.state` and `AsyncAggregator.load`.
+    The law checks `Server.save` and `Server.resume`. If the server and its clients exchange only models, the law also
+    checks `AsyncAggregator.state` and `AsyncAggregator.load`.
     """
     count = case.num_updates // 2
     with tempfile.TemporaryDirectory() as folder:
@@ -276,10 +280,10 @@ def _result_difference(where: str, expected: tuple[Any, Outcome], found: tuple[A
 
 
 def _invalid_payloads(payload: Payload, *, is_private: bool) -> dict[str, Payload]:
-    """Return payloads that a server must reject, by a description of the defect.
+    """Return payloads that a server must reject. The keys of the result describe the defects.
 
-    A private rule replaces points that are not finite by a zero update, because a rejection would reveal information
-    about the update. For such a rule, the result contains no payload with such points.
+    A rule with differential privacy does not reject points that are not finite, because a rejection would reveal
+    information about the update. For such a rule (`is_private`), the result contains only payloads with other defects.
     """
     points = payload.points
     invalid = {}
@@ -306,9 +310,10 @@ def _huge(payload: Payload) -> Payload:
 
 
 def _rejection(run: ServerRun, ticket: Any, what: str, payload: Payload, *, must_reject: bool) -> str | None:
-    """Describe the first change that a rejected update caused, or return "" if it caused no change.
+    """Send an invalid or very large payload to a server, and describe the first change that its rejection caused.
 
-    The result is `None` if the server accepted the update.
+    The result is "" if the rejection changed neither the server nor the payload, and `None` if the server accepted the
+    payload.
     """
     before = copy.deepcopy(run.contents())
     original = copy.deepcopy(payload)
@@ -320,7 +325,11 @@ def _rejection(run: ServerRun, ticket: Any, what: str, payload: Payload, *, must
 
 
 def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun) -> str:
-    """Describe the first change that an update caused although `aggregate` rejected it, or return ""."""
+    """Call `aggregate` with invalid updates during a run, and describe the first violation.
+
+    A violation is an invalid update that is accepted, or that changes the run although it is rejected. The result is ""
+    without a violation.
+    """
     plain = case.aggregate_run(space, twin.records)
     run = case.aggregate_run(space, twin.records)
     for index in range(case.num_updates):
@@ -335,9 +344,10 @@ def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun
 
 
 def _aggregate_rejection(run: AggregateRun, kind: str) -> str:
-    """Describe the first change that an invalid update caused, or return "".
+    """Call `aggregate` with one invalid update, and describe the violation, or return "".
 
-    If `aggregate` accepts the update, this is also a violation, unless the update is only huge.
+    It is a violation if `aggregate` modifies an input before it rejects the update. It is also a violation if
+    `aggregate` accepts the update, unless the update is only very large.
     """
     current, base, update = run.next_models()
     for model in update if isinstance(update, list) else [update]:
@@ -360,7 +370,10 @@ def _sends_models_only(run: ServerRun) -> bool:
 
 
 def _aggregator_resumes(case: RuleCase, space: ParameterSpace, run: ServerRun, count: int) -> str:
-    """Describe the first difference between a resumed and an uninterrupted `AsyncAggregator`, or return ""."""
+    """Describe the first difference between a resumed and an uninterrupted run of an `AsyncAggregator`.
+
+    The result is "" if the two runs are bitwise equal.
+    """
     first = space.state_dict(case.start)
 
     def make() -> AsyncAggregator:

@@ -1,4 +1,4 @@
-"""Comparison of trees of tensors and other values: the first bitwise difference, and shared memory."""
+"""Comparison of nested dicts, lists and objects that contain tensors: bitwise differences and shared memory."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,10 +19,10 @@ ATOMS = (type, FunctionType, ModuleType, torch.dtype, torch.device, torch.Genera
 def first_difference(name: str, expected: Any, found: Any) -> str:
     """Describe the first bitwise difference between two trees, or return "" if the trees are equal.
 
-    A tree consists of nested dicts, lists, tuples and objects. Its leaves are tensors, arrays and other values. The
-    comparison follows these conventions:
+    A tree consists of nested dicts, lists, tuples and objects, whose leaves are tensors, arrays and other values. The
+    comparison differs from the operator `==` in two ways:
 
-    - NaN equals NaN, and -0.0 differs from 0.0.
+    - A NaN is equal to a NaN with the same bits, and -0.0 differs from 0.0.
     - Dataclasses, and objects without their own `__eq__`, are compared by their attributes.
 
     Args:
@@ -60,7 +60,9 @@ def first_difference(name: str, expected: Any, found: Any) -> str:
 
 
 def shared_memory(trees: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """Describe the first tensor in `trees` that shares memory with a tensor in `others`, or return "".
+    """Describe the first tensor in `trees` that shares memory with a tensor in `others`.
+
+    The result is "" if no memory is shared.
 
     Args:
         trees: trees by the names that the description uses.
@@ -81,7 +83,7 @@ def shared_memory(trees: Mapping[str, Any], others: Mapping[str, Any]) -> str:
 
 
 def _memory(name: str, tree: Any) -> Iterator[tuple[str, range]]:
-    """Yield the path of each strided tensor of a tree, with the address range of the tensor's storage."""
+    """Yield the path and the memory address range of each tensor in a tree, except sparse tensors."""
     for where, tensor in _tensors(name, tree):
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
@@ -99,7 +101,10 @@ def _tensors(name: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _branches(tree: Any) -> dict[Any, str] | None:
-    """Return the keys of the children of a tree with their Python notation, such as `[0]`, or `None` for a leaf."""
+    """Return the keys of the children of a tree, each with its Python notation, such as `[0]` or `.name`.
+
+    The result is `None` if the tree is a leaf.
+    """
     if isinstance(tree, Mapping):
         return {("item", key): f"[{key!r}]" for key in tree}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

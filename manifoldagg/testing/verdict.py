@@ -9,13 +9,14 @@ __all__ = ["Finding", "Verdict"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of checking one law.
+    """The result of checking one law of a manifold or of an aggregation rule.
 
     Attributes:
         law: the name of the law.
         ratio: the largest error divided by the error that the law allows. The law holds if the ratio is at most 1. For
             an exact law, the ratio is 0 or infinity.
-        location: a description of the case with the largest error, and of the difference or the exception.
+        location: a description of the case with the largest error, and of the exception if one was raised. For an exact
+            law, a description of the first violation.
         exact: whether the law requires bitwise equality and has no tolerance.
     """
 
@@ -39,12 +40,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The findings of all laws that apply to a manifold or a rule.
+    """The results of checking all laws that apply to a manifold or to an aggregation rule.
 
     Attributes:
         subject: the name of the manifold or rule, with its options.
-        findings: the findings, one for each checked law.
-        omitted: the reasons why laws were not checked, by the name of the law.
+        findings: one finding for each checked law.
+        omitted: the reason why a law was not checked, by the name of the law.
     """
 
     subject: str
