@@ -1,10 +1,11 @@
-"""Base classes for server rules.
+"""Base classes of the server rules, which compute the next server model from client updates.
 
-- `ServerRule` validates the options and the space of a rule, and sends the current model to clients.
-- `TangentRule` extends `ServerRule` by the transport of tangents on curved spaces.
+- `ServerRule` checks the options of a rule and the space of its models, and sends the current model to clients.
+- `TangentRule` extends `ServerRule` for curved spaces. It can transport the displacement of an update from one model to
+  another.
 
-Two further base classes extend `TangentRule`. `GramRule` computes a step from the inner products of one update, and
-`BufferedRule` steps along the mean of several updates.
+Other modules derive two base classes from `TangentRule`. `GramRule` computes each step from the inner products of a
+single update, and `BufferedRule` steps along the mean of several updates.
 """
 
 import abc
@@ -71,10 +72,10 @@ class ServerRule(KeywordHints, abc.ABC):
         return Message(current)
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
-        """Plan a step, and return the next state and the outcome.
+        """Plan a step, and return the next state of the rule and the outcome.
 
-        The new model and the sums in the state are deferred linear combinations. The caller computes them after all
-        checks have passed, so a rejected update writes to no memory.
+        A plan contains the new model and the sums in the state as deferred linear combinations. The caller computes
+        them after all checks have passed, so a rejected update does not write to any tensor.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither `plan` nor `step`")
 
@@ -100,11 +101,12 @@ class ServerRule(KeywordHints, abc.ABC):
 
 @dataclass(frozen=True)
 class TangentRule(ServerRule):
-    """Base class for rules that support curved spaces by transporting tangents.
+    """Base class for rules that support curved spaces by transporting tangent vectors.
 
-    A displacement is a tangent at the base of an update, but a step starts at the current model. The rule therefore
-    transports each displacement from the base to the current model. The options `transport` and `rungs` select the
-    method. They are described in [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    On a curved space, the displacement of an update is a tangent vector at the model from which the client started. A
+    server step, however, starts at the current server model. The rule therefore transports each displacement to the
+    current model. The options `transport` and `rungs` select the method, as described in
+    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
     """
 
     transport: str | None = field(default=None, kw_only=True)
@@ -131,10 +133,10 @@ class TangentRule(ServerRule):
 
 
 def commit(planned: tuple[State, Outcome], out: Tensor | None = None) -> tuple[State, Outcome]:
-    """Compute the deferred linear combinations of a planned step.
+    """Carry out a planned step by computing its deferred linear combinations.
 
-    The combinations in the state are computed before the model, because writing the model to `out` may overwrite memory
-    that they read.
+    The function computes the next state of the rule before the new model. Writing the new model to `out` may overwrite
+    memory that the state still needs.
     """
     state, outcome = planned
     state, outcome, numbers = measure(state, outcome, dict(outcome.numbers), compute=out is None)
@@ -148,9 +150,10 @@ def commit(planned: tuple[State, Outcome], out: Tensor | None = None) -> tuple[S
 
 
 def move_to(space: Manifold, current: Point, frame: Frame, gram: Gram, coefficients: list[float]) -> Any:
-    r"""Return the point $\exp_\Theta u$, which the current model $\Theta$ reaches along the tangent $u$.
+    r"""Move the current model along a tangent vector, and return the new model.
 
-    The tangent $u$ is the linear combination of the rows of `frame` with `coefficients`.
+    The tangent vector $u$ is the linear combination of the vectors in `frame` with the given `coefficients`. The new
+    model is $\exp_\Theta u$, where $\Theta$ is the current model.
     """
     if frame.transporter is None:
         return frame.move(gram, coefficients)

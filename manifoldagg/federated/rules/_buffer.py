@@ -31,17 +31,18 @@ __all__ = ["BufferMean", "BufferedRule"]
 
 @dataclass(frozen=True, eq=False)
 class BufferMean:
-    r"""Mean displacement $\bar\Delta$ of a full buffer.
+    r"""Mean $\bar\Delta$ of the displacements in a full buffer.
 
-    The mean is stored as a linear combination of existing tensors and is computed only on demand. A rule that only
+    The mean is represented as a linear combination of existing tensors and is computed only on demand. A rule that only
     steps along the mean therefore needs no additional vector.
 
     Attributes:
-        space: the space of the points.
+        space: the space of the models.
         current: the current model $\Theta$.
-        frame: the frame of the last update, with the previous sum as an additional row.
-        coefficients: the coefficients of $\bar\Delta$ for the rows of the frame.
-        gram: the inner products of the rows.
+        frame: the vectors of the linear combination, such as the displacement of the last update and the sum of the
+            earlier displacements.
+        coefficients: the coefficients of $\bar\Delta$ with respect to these vectors.
+        gram: the inner products of these vectors.
     """
 
     space: Manifold
@@ -51,10 +52,10 @@ class BufferMean:
     gram: Gram
 
     def iter_chunks(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        r"""Iterate over $\bar\Delta$ in chunks, so that the whole vector is never in memory.
+        """Iterate over the mean displacement in chunks, so that the whole vector is never in memory.
 
-        Each item contains a chunk of $\bar\Delta$ and the chunks of `others` at the same positions. The next iteration
-        overwrites the chunk of $\bar\Delta$. The space must be flat.
+        Each item contains one chunk of the mean, followed by the chunks of `others` at the same positions. The next
+        iteration overwrites the chunk of the mean. The space must be flat.
         """
         rows: tuple[Any, ...] = self.frame.rows  # Rules that read chunks do not accept tensor lists.
         less: list[Any] = [row for row in self.frame.minus if row is not None]
@@ -69,7 +70,11 @@ class BufferMean:
             yield delta, *taken
 
     def step(self, rate: float) -> tuple[Any, float]:
-        r"""Return the new model $\exp_\Theta(\eta \bar\Delta)$ with $\eta$ = `rate`, and its distance from $\Theta$."""
+        r"""Return the model after a step along the mean displacement, and the length of this step.
+
+        The new model is $\exp_\Theta(\eta \bar\Delta)$, where $\Theta$ is the current model, $\bar\Delta$ is the mean
+        displacement and $\eta$ is `rate`.
+        """
         line = [rate * c for c in self.coefficients]
         norm = _norm_of(self.frame, self.gram, line)
         return move_to(self.space, self.current, self.frame, self.gram, line), norm
@@ -118,10 +123,10 @@ class BufferedRule(TangentRule):
     def apply_step(
         self, state: State, mean: BufferMean, rate: float, out: Tensor | None
     ) -> tuple[Any, float, dict[str, Any]]:
-        r"""Take the step of a full buffer.
+        r"""Compute the step of a full buffer from the mean displacement.
 
-        The default moves the model along the mean displacement by the factor `rate`. A subclass that computes another
-        step from the mean, such as an Adam step, overrides this method.
+        By default, the step is the mean displacement multiplied by `rate`. A subclass that computes a different step
+        from the mean, such as an Adam step, overrides this method.
 
         Args:
             state: the state before the step.
@@ -136,10 +141,10 @@ class BufferedRule(TangentRule):
         return model, norm, {}
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the part of the next step that the buffer already determines.
+        """Return the part of the next step that the updates in the buffer already determine.
 
-        The server checks that the model plus this part remains finite. The result contains one sum, as a list of pairs
-        of a factor and a displacement.
+        The server checks that the model remains finite after this partial step. The result contains at most one sum of
+        displacements, which is a list of pairs of a factor and a vector.
         """
         if "buffer" not in state or type(self).apply_step is not BufferedRule.apply_step:
             return []
@@ -241,9 +246,9 @@ class BufferedRule(TangentRule):
 
 
 def _norm_of(frame: Frame, gram: Gram, coefficients: list[float]) -> float:
-    """Return the norm of a linear combination of the rows.
+    """Return the norm of a linear combination of the vectors in a frame.
 
-    If only an upper bound is known for the norm of a row, the result is an upper bound too.
+    If the frame contains only an upper bound for the norm of one of these vectors, the result is also an upper bound.
     """
     if frame.unmeasured:
         return frame.norm_bound(np.array(coefficients, dtype=object))

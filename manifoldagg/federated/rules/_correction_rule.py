@@ -32,11 +32,13 @@ def _corrects_alone(kind: type["CorrectionRule"]) -> bool:
 
 
 class CorrectionRule(GramRule):
-    """Base class for rules that correct the displacements of an update and step along the resulting curve.
+    """Base class for rules that correct the displacements of an update and then step along the resulting curve.
 
-    A correction maps the displacements to linear combinations of the displacements, the drift and optional further
-    rows. If a correction cancels nearly all of a displacement, rounding errors dominate the computed norm, so a second
-    `gram` measures the remainder. The entry `correction` of the rule's state contains the state of the correction.
+    The correction replaces each displacement by a linear combination of the displacements, the drift of the server
+    model and optional further vectors. If this combination cancels nearly all of a displacement, rounding errors would
+    dominate its computed norm. The rule then measures the corrected displacement in a second pass over the parameters.
+
+    The entry `correction` of the rule's state contains the state of the correction.
     """
 
     @property
@@ -51,10 +53,10 @@ class CorrectionRule(GramRule):
 
     @cached_property
     def fixed_coefficients(self) -> tuple[float, ...] | None:  # type: ignore[override]  # of the correction
-        """The coefficients of the correction if they are constant, or `None`.
+        """The coefficients of the correction if they are the same for all updates, and `None` otherwise.
 
-        Constant coefficients need one pass over the parameters instead of two. They require that no subclass overrides
-        a method of the step.
+        With fixed coefficients, a step needs one pass over the parameters instead of two. The result is also `None` if
+        a subclass overrides a method that computes the step.
         """
         return FIXED_COEFFICIENTS.get(type(self.correction)) if _corrects_alone(type(self)) else None
 
@@ -83,10 +85,11 @@ class CorrectionRule(GramRule):
 
 @dataclass(frozen=True)
 class ScheduledRule(CorrectionRule):
-    r"""Base class for correction rules with the step size $\rho = S \cdot w_i \cdot \eta_g(\tau)$.
+    r"""Base class for correction rules whose step size follows a learning-rate schedule.
 
-    The step size is the product of the staleness penalty $S$, the client's data share $w_i$ and the rate $\eta_g$ at
-    version $\tau$. [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] describes the options.
+    The step size is $\rho = S \cdot w_i \cdot \eta_g(\tau)$. It is the product of the staleness penalty $S$, the
+    client's share $w_i$ of the training data, and the learning rate $\eta_g(\tau)$ at version $\tau$ of the server
+    model. [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] describes the options.
     """
 
     rate_kind: ClassVar[str] = "step"
@@ -106,9 +109,10 @@ class ScheduledRule(CorrectionRule):
 
     @cached_property
     def fixed_coefficients(self) -> tuple[float, ...] | None:  # type: ignore[override]  # of the correction
-        """The constant coefficients of the correction, or `None`.
+        """The coefficients of the correction if they are the same for all updates, and `None` otherwise.
 
-        If `decay` is positive, the result is `None`, because the staleness penalty depends on inner products.
+        If `decay` is positive, the result is `None`, because the staleness penalty then requires the inner products of
+        each update.
         """
         return None if self.decay else super().fixed_coefficients
 

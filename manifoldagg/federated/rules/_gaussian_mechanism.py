@@ -19,13 +19,14 @@ SAMPLE_BLOCK_SIZE = 2**18
 
 @dataclass(frozen=True)
 class GaussianMechanism:
-    r"""Gaussian mechanism for a weighted sum of displacements $\Delta_i$.
+    r"""Gaussian mechanism of differential privacy for a weighted sum of displacements.
 
-    The mechanism clips each displacement to the norm $C$ and adds Gaussian noise to the sum:
+    The mechanism clips each displacement $\Delta_i$ to the norm $C$, and adds Gaussian noise to the weighted sum:
 
     $$\sum_i a_i \min\Bigl(1, \frac{C}{\|\Delta_i\|}\Bigr) \Delta_i + \sigma C z, \qquad z \sim N(0, I).$$
 
-    Because each weight $a_i$ is at most 1, one displacement changes the sum by at most $C$.
+    Here, $a_i$ is the weight of $\Delta_i$, and $\sigma$ is the noise multiplier. Each weight is at most 1, so one
+    displacement changes the sum by at most $C$.
 
     Args:
         clip: the clipping norm C.
@@ -75,11 +76,11 @@ class GaussianMechanism:
         ]
 
     def _sample_noise(self, total: Tensor, version: int) -> Tensor:
-        """Sample $z$ with a generator whose key depends on the secret, the version and the sum.
+        """Sample the noise with a generator whose key depends on the secret, the version and the sum.
 
-        A server that resumes from an older checkpoint can compute the same version again from other updates. If the
-        noise were the same, the difference of the two models would reveal the updates. The key therefore contains a
-        hash of the sum.
+        A server that resumes from an older checkpoint can compute the same model version a second time from other
+        updates. If both computations added the same noise, the difference between the two models would reveal the
+        updates. The key therefore contains a hash of the sum of the updates.
         """
         number = hashlib.blake2b(key=_key_bytes(self.key), digest_size=16)
         number.update(version.to_bytes(8, "little"))
@@ -92,7 +93,9 @@ class GaussianMechanism:
 
 
 def derive_key(secret: bytes) -> list[int]:
-    """Derive a key from a secret, as a list of 32-bit integers that the state of a rule can contain.
+    """Derive the key of the noise generator from a secret.
+
+    The key is a list of 32-bit integers, so the state of a rule can contain it.
 
     Example:
         >>> len(derive_key(b"secret"))

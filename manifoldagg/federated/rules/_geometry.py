@@ -1,4 +1,7 @@
-"""Conversion of updates to frames, which contain displacements and drift as tangents at the current model."""
+"""Conversion of updates to frames, from which rules compute their steps.
+
+A frame contains the displacements of an update and the drift of the server as tangent vectors at the current model.
+"""
 
 import math
 
@@ -46,14 +49,15 @@ def check_points(rule: object, update: Update, count: int | None = 1, descriptio
 def frame_from_update(
     space: Manifold, update: Update, *, transport: str | None = None, rungs: int = DEFAULT_RUNGS, tensors: bool = False
 ) -> Frame:
-    r"""Return the frame of an update.
+    r"""Convert an update to a frame of tangent vectors at the current model $\Theta^\tau$.
 
-    The rows of the frame are the displacements $v_1, \dots, v_n$ of the client's points $\varphi_i$ and the drift $g$,
-    all as tangents at the current model $\Theta^\tau$.
+    The frame contains the displacements $v_1, \dots, v_n$ of the client's control points $\varphi_1, \dots, \varphi_n$
+    from the client's start model $\Theta^t$. It also contains the drift $g$ of the server model from $\Theta^t$ to
+    $\Theta^\tau$.
 
-    - On flat spaces and low-rank leaves, the rows are differences of the tensors of the update.
-    - On other curved spaces, $v_i = \log_{\Theta^t} \varphi_i$ is transported from the base $\Theta^t$ to
-      $\Theta^\tau$. If the space has a projection, the computation uses float64.
+    - On flat spaces and for low-rank leaves, these vectors are differences of the tensors of the update.
+    - On other curved spaces, $v_i = \log_{\Theta^t} \varphi_i$ is transported from $\Theta^t$ to $\Theta^\tau$. If the
+      space has a projection, the computation uses float64.
 
     Args:
         space: the space of the points.
@@ -96,14 +100,15 @@ def frame_from_update(
 
 
 def unit_coefficients(k: int) -> Matrix:
-    """Return the k × k identity matrix, whose row j contains the coefficients of the j-th of k rows."""
+    """Return the k × k identity matrix as an array of Python objects."""
     return np.eye(k, dtype=object)
 
 
 def in_float64(space: Manifold, x: Tensor) -> Tensor:
-    """Return `x` in float64, projected onto the space to remove the rounding errors of a narrower dtype.
+    """Convert the point `x` to float64, and project it onto the space.
 
-    If the space has no projection, return `x` unchanged.
+    The projection removes the rounding errors of a narrower dtype. If the space has no projection, the function returns
+    `x` unchanged.
     """
     return space._project(x.double()) if "project" in space.capabilities else x
 

@@ -116,17 +116,18 @@ class GramRule(TangentRule):
         return 1.0
 
     def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
-        r"""Return the step size $\rho$.
+        r"""Return the step size $\rho$, the factor by which the rule scales the corrected displacement.
 
-        The default is `rate`. A subclass with a staleness penalty calls `penalty`, which maps its strength $\alpha$ to
-        the penalty $S$.
+        By default, this is the result of `rate`. A subclass with a staleness penalty calls the function `penalty`,
+        which maps the strength $\alpha$ of the penalty to its value $S$ for this update.
         """
         return self.rate(state, update)
 
     def correct(self, frame: Frame, state: State) -> Corrected:
-        """Return the corrected displacements.
+        """Return the corrected displacements of an update.
 
-        They are the linear combinations of the frame rows with the coefficients that `coefficients` returns.
+        Each corrected displacement is a linear combination of the vectors in the frame. The method `coefficients`
+        returns its coefficients.
 
         Raises:
             RuleError: if `coefficients` does not return a tuple of coefficients, one for each row, and a dict.
@@ -151,7 +152,11 @@ class GramRule(TangentRule):
         return update.client_state
 
     def step_curve(self, state: State) -> StepCurve:
-        r"""Return the curve of the corrected displacements, along which the model moves by the step size $\rho$."""
+        """Return the curve along which a step moves the server model.
+
+        The points of the curve are the corrected displacements. The options of the curve determine the position on it
+        that the step size selects.
+        """
         return StepCurve(self.overshoot)
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
@@ -219,12 +224,14 @@ def _no_penalty(strength: float) -> float:
 
 
 def staleness_penalty(strength: float, candidate: float, drift: float) -> float:
-    r"""Return the staleness penalty $S$, which shortens a step that is small relative to the drift.
+    r"""Return the staleness penalty $S$, the factor by which a rule scales the step of a stale update.
 
     $$S = 1 + \alpha \Bigl( \frac{\|\Theta^\tau - \hat\Theta\|}{\|\Theta^t - \Theta^\tau\|} - 1 \Bigr)$$
 
-    The numerator is the distance from the current model $\Theta^\tau$ to the candidate $\hat\Theta$, the end of the
-    full step. The denominator is the norm of the drift from the base $\Theta^t$.
+    Here, $\alpha$ is the strength of the penalty. The numerator is the distance from the current model $\Theta^\tau$ to
+    the candidate $\hat\Theta$, which is the model after an unscaled step. The denominator is the norm of the drift, the
+    distance of $\Theta^\tau$ from the client's start model $\Theta^t$. The penalty shortens the step if the step is
+    shorter than the drift.
 
     Args:
         strength: the strength $\alpha$.

@@ -16,10 +16,13 @@ __all__ = ["LatestUpdateRule", "coefficients_of", "combine_float64"]
 
 @dataclass(frozen=True)
 class LatestUpdateRule(ServerRule):
-    r"""Base class for rules that remember the latest displacement $h_i$ of each client i.
+    r"""Base class for rules that store the latest displacement $h_i$ of every client $i$.
 
-    The client state stores $h_i$ in the dtype of the model. The state of the rule stores the sum $\sum_j h_j$ in
-    float64, because each update adds to it and subtracts from it.
+    The displacement of an update is the difference between the model that the client returned and the model from which
+    it started. The client state stores $h_i$ in the dtype of the model.
+
+    The state of the rule stores the sum $\sum_j h_j$ over all clients. Each update adds a displacement to this sum and
+    subtracts an earlier one, so the sum is in float64 to limit the accumulation of rounding errors.
     """
 
     cohort: ClassVar[int] = 1
@@ -50,8 +53,9 @@ def coefficients_of(frame: Frame, **coefficients: Any) -> list[float]:
 
 
 def combine_float64(frame: Frame, **coefficients: float) -> Any:
-    """Return a linear combination of rows in float64.
+    """Return a linear combination of the vectors in a frame, computed in float64.
 
-    Sums that accumulate many updates need the wider dtype, because each update adds a rounding error.
+    Rules use this function for sums over many updates, in which the rounding errors of a narrower dtype would
+    accumulate.
     """
     return frame.materialize(coefficients_of(frame, **coefficients), torch.float64)

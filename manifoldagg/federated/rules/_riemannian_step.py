@@ -26,15 +26,17 @@ BRACKET_TOLERANCE = 1e-9
 def step_along_curve(
     space: Manifold, current: Tensor, tangents: Tensor, step_curve: StepCurve, rho: float
 ) -> tuple[float, Tensor, float]:
-    r"""Step along the curve whose control points are $\psi_i = \exp_{\Theta^\tau} u_i$.
+    r"""Move the current model $\Theta^\tau$ along the curve with the control points $\psi_i = \exp_{\Theta^\tau} u_i$.
 
-    The pull-back of `step_curve` converts the rate $\rho$ to the parameter $s$ of the new point $\iota_\psi(s)$:
+    The tangent vectors $u_1, \dots, u_n$ are the corrected displacements. The option `pull_back` of `step_curve`
+    determines the parameter $s$ of the new model $\iota_\psi(s)$ from the rate $\rho$:
 
-    - For one tangent, the curve is a geodesic and $s = \rho$.
-    - With the pull-back `"chord"`, $s$ is the smallest value with $d(\Theta^\tau, \iota_\psi(s)) = \rho\,
-      d(\Theta^\tau, \psi_n)$.
-    - With the pull-back `"length"`, the part of the curve up to $s$ has $\rho$ times the length of the curve.
+    - With the pull-back `"chord"`, $s$ is the smallest value with
+      $d(\Theta^\tau, \iota_\psi(s)) = \rho\, d(\Theta^\tau, \psi_n)$.
+    - With the pull-back `"length"`, the length of the curve up to $s$ is $\rho$ times the length of the whole curve.
     - With any other pull-back, $s = \rho$.
+
+    For a single tangent vector without an embedding, the curve is a geodesic, and $s = \rho$ with every pull-back.
 
     Args:
         space: a curved space, or a flat one if the step is along the path of an embedding.
@@ -64,11 +66,14 @@ def step_along_curve(
 
 
 def parameter_at_distance_on(curve: CurveEmbedding, phi: Tensor, rho: float) -> float:
-    r"""Return the smallest $s \in [0, 1]$ with $d(\varphi_0, \iota_\varphi(s)) = \rho\, d(\varphi_0, \varphi_n)$.
+    r"""Return the parameter at which a curve first reaches a given distance from its start.
 
-    The search evaluates the distance on a grid of 64 intervals. It then refines the first interval with a sign change
-    until linear interpolation is exact up to rounding. If the curve crosses the distance twice within one interval, the
-    search misses these crossings.
+    The result is the smallest $s \in [0, 1]$ with $d(\varphi_0, \iota_\varphi(s)) = \rho\, d(\varphi_0, \varphi_n)$,
+    where $\iota_\varphi$ is the curve from $\varphi_0$ to $\varphi_n$.
+
+    The function evaluates the distance on a grid of 64 intervals. It then refines the first interval at whose end the
+    distance is reached, until linear interpolation is exact up to rounding. If the curve reaches the distance and falls
+    below it again within one interval, the function misses this crossing.
 
     Args:
         curve: a curve on any space.
@@ -95,10 +100,10 @@ def parameter_at_distance_on(curve: CurveEmbedding, phi: Tensor, rho: float) -> 
         return 0.0
 
     def section(low: float, high: float, gap: float, parts: int) -> tuple[float, float, float, float] | None:
-        """Return the first of `parts` equal sections of [low, high] that reaches the distance.
+        """Find the first of `parts` equal sections of [low, high] at whose end the curve reaches the target distance.
 
-        The result also contains the missing distances at both ends of the section. If no section reaches the distance,
-        the result is `None`.
+        The result contains both ends of the section and, for each end, the target minus the distance at this end. If no
+        section reaches the target, the result is `None`.
         """
         before = low
         for first in range(0, parts, EVALUATION_BATCH):

@@ -1,8 +1,8 @@
-r"""The curve of a step, and the position on it that corresponds to a step size.
+r"""Curves along which server steps move the model, and conversion of a step size to a position on such a curve.
 
-An update with n points has the corrected displacements $u_1, \dots, u_n$. Together with $u_0 = 0$, they are the control
-points of a Bézier curve or the vertices of a polygon. On flat spaces, this module computes with their inner products
-only, so its cost does not depend on the size of the model.
+An update with n points has n corrected displacements $u_1, \dots, u_n$ from the current server model. Together with the
+start $u_0 = 0$, they are the control points of a Bézier curve or the vertices of a polygon. On flat spaces, this module
+computes positions from the inner products of the displacements, so the cost does not depend on the size of the model.
 """
 
 import math
@@ -35,7 +35,10 @@ InnerProducts = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class StepCurve:
-    r"""Curve of the corrected displacements, and the rule that converts a rate $\rho$ to a position on it.
+    r"""Curve along which a server step moves the model.
+
+    The points of the curve are the corrected displacements of an update. The options determine the shape of the curve,
+    and the position on it that a step selects for the rate $\rho$.
 
     Args:
         overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1, and `"extend"` follows the curve beyond
@@ -78,10 +81,10 @@ class StepCurve:
     def position(
         self, inner: InnerProducts, drift_products: Sequence[float], rho: float
     ) -> tuple[float, list[float], float]:
-        r"""Return the position on the curve that corresponds to a rate $\rho$.
+        r"""Return the position on the curve that a step selects for the rate $\rho$.
 
-        The result contains the parameter s of the position, the weights of $u_1, …, u_n$ in its point, and the norm of
-        this point.
+        The result contains the parameter s of the position, the weights of the displacements $u_1, …, u_n$ in the point
+        at s, and the norm of this point.
 
         Args:
             inner: the inner products of the displacements.
@@ -104,13 +107,18 @@ class StepCurve:
         return s, weights, math.sqrt(max(reduce(add, map(mul, images, weights)), 0.0))
 
     def position_on_line(self, rho: float) -> float:
-        r"""Return the parameter s for a rate $\rho$ if the curve is a line, on which s equals the rate."""
+        r"""Return the position that a step selects for the rate $\rho$ if the curve is a straight line.
+
+        The parameter of this position equals the rate. If `overshoot` is `"clamp"`, it is at most 1.
+        """
         return min(rho, 1.0) if self.overshoot == "clamp" else rho
 
     def effective_rate(self, rho: float, drift_products: Sequence[float]) -> float:
-        r"""Return the rate $\rho \ge 0$ relative to the whole curve, after clamping and after the conflict-free prefix.
+        r"""Return the rate that remains after the options `overshoot` and `pull_back` have limited it.
 
-        `drift_products` contains the inner products of the displacements with the drift.
+        If `overshoot` is `"clamp"`, the method limits the rate $\rho \ge 0$ to 1. It then multiplies the rate by the
+        result of `conflict_free_fraction`. The argument `drift_products` contains the inner products of the
+        displacements with the drift.
         """
         return self.position_on_line(rho) * self.conflict_free_fraction(drift_products)
 
@@ -128,12 +136,13 @@ class StepCurve:
         )
 
     def conflict_free_fraction(self, drift_products: Sequence[float]) -> float:
-        """Return the fraction of the curve before its first conflict with the drift.
+        """Return the fraction of the curve before the first segment that conflicts with the drift of the server model.
+
+        The segment between two consecutive displacements $u_{k-1}$ and $u_k$ conflicts if the inner product of
+        $u_k - u_{k-1}$ and the drift is negative. The fraction always includes the first segment, so every client
+        contributes to the model.
 
         Only the pull-back `"conflict_free_prefix"` uses this fraction. With any other pull-back, the result is 1.
-
-        The segment from $u_{k-1}$ to $u_k$ conflicts with the drift if their inner product is negative. The fraction
-        always includes the first segment, so a client whose first segment conflicts still contributes to the model.
         """
         if self.pull_back != "conflict_free_prefix":
             return 1.0
@@ -144,10 +153,10 @@ class StepCurve:
         return 1.0
 
     def straighten(self, tangents: Tensor) -> Tensor:
-        """Return the tangents (n, ...) of the straightened curve.
+        """Move the points of the curve towards its chord, and return the new points as tangent vectors (n, ...).
 
-        The straightened curve is `curve_weight` times the curve plus 1 - `curve_weight` times its chord. If
-        `curve_weight` is 0, only the chord remains, so the result contains only the last tangent.
+        At each parameter, the new curve is `curve_weight` times the original curve plus 1 - `curve_weight` times the
+        straight line to its end. If `curve_weight` is 0, the result contains only the end.
         """
         if self.curve_weight == 0:
             return tangents[-1:]
@@ -190,9 +199,9 @@ def _polygon_weights(n: int, s: float) -> list[float]:
 
 
 def _polygon_parameter_at_distance(inner: InnerProducts, rho: float) -> float:
-    r"""Return the smallest s at which a polygon reaches the fraction $\rho \le 1$ of its end distance.
+    r"""Return the smallest parameter s at which a polygon reaches a fraction of the distance to its end.
 
-    Both distances are measured from the start of the polygon along a straight line.
+    The fraction is $\rho \le 1$. All distances are straight-line distances from the start of the polygon.
 
     Example:
         >>> _polygon_parameter_at_distance([[1.0, 0.0], [0.0, 1.0]], 0.5)
@@ -226,9 +235,9 @@ def _polygon_parameter_at_distance(inner: InnerProducts, rho: float) -> float:
 def _parameter_at_length(inner: InnerProducts, rho: float) -> float:
     r"""Return the parameter $s \ge 0$ at which the arc length of a Bézier curve is $\rho$ times its length on [0, 1].
 
-    The differences $d_k = u_k - u_{k-1}$ of consecutive control points have the Gram matrix D. The speed of the curve
-    at s is $\sqrt{b(s)^\top D\, b(s)}$ with $b_k(s) = n \tbinom{n-1}{k} s^k (1-s)^{n-1-k}$, and its integral is the
-    length.
+    Let $u_0, \dots, u_n$ be the control points, and let D be the Gram matrix of their differences $u_k - u_{k-1}$. The
+    speed of the curve at s is $\sqrt{b(s)^\top D\, b(s)}$ with $b_k(s) = n \tbinom{n-1}{k} s^k (1-s)^{n-1-k}$ for
+    $k = 0, \dots, n - 1$. The arc length is the integral of the speed.
 
     Example:
         >>> round(_parameter_at_length([[0.0, 0.0], [0.0, 1.0]], 0.25), 12)
@@ -276,9 +285,10 @@ def _polygon_parameter_at_length(inner: InnerProducts, rho: float) -> float:
 
 
 def _unit_difference_gram(inner: InnerProducts) -> Tensor:
-    """Return the Gram matrix of the differences of consecutive points.
+    """Return the scaled Gram matrix of the differences between consecutive points of a curve.
 
-    The matrix is divided by the largest squared norm of a point, so that it neither overflows nor underflows.
+    The function divides all inner products by the largest squared norm of a point. The differences then neither
+    overflow nor underflow.
     """
     scale = max(check_number(f"displacements[{i}]: squared norm", row[i]) for i, row in enumerate(inner))
     # Relative values neither underflow nor overflow when they are subtracted.

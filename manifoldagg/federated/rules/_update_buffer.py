@@ -1,4 +1,4 @@
-"""Base classes for buffered rules that need every displacement separately, such as robust rules."""
+"""Base classes for buffered rules that store each displacement separately, such as Byzantine-robust rules."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -24,12 +24,13 @@ __all__ = ["CoordinateWiseRule", "StoredBufferRule", "oddeven_sort"]
 class StoredBufferRule(TangentRule):
     r"""Base class for rules that store K displacements and then compute one step from all of them.
 
-    Each displacement $\Delta_i$ is measured from the base of its client. Its weight $s_i = s(\tau - t_i)$ depends only
-    on the staleness $\tau - t_i$, so sample counts are ignored.
+    The displacement $\Delta_i$ of an update is the difference between the model that client i returned and the model
+    from which it started. If the client started at version $t_i$ and the update arrives at version $\tau$, its weight
+    is $s(\tau - t_i)$. Sample counts do not affect the weight.
 
-    On a curved space, the rule transports $\Delta_i$ to the current point, which does not change while the buffer
-    fills. If the square of a sum of K displacements as long as $\Delta_i$ would overflow in the dtype of the model, the
-    rule rejects $\Delta_i$.
+    On a curved space, the rule transports $\Delta_i$ to the current model, which does not change while the buffer
+    fills. The rule rejects $\Delta_i$ if it is so long that the square of a sum of K such displacements would overflow
+    in the dtype of the model.
     """
 
     cohort: ClassVar[int] = 1
@@ -69,10 +70,10 @@ class StoredBufferRule(TangentRule):
         """
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return upper bounds on what the buffered updates contribute to the next step.
+        """Return an upper bound for the contribution of each buffered update to the next step.
 
-        The server checks that the model remains finite with each of them. For each update, the result contains one list
-        with one pair of a factor and a displacement.
+        The server checks that the model remains finite after each of these contributions. The result contains one list
+        for each update, with a single pair of a factor and a displacement.
         """
         rate = rate_at(self.rate, state["version"])
         return [[(rate * state["factors"][name], row)] for name, row in state["displacements"].items()]
@@ -125,10 +126,11 @@ class StoredBufferRule(TangentRule):
 
 
 class CoordinateWiseRule(StoredBufferRule):
-    """Base class for rules that compute a trimmed mean of each entry.
+    """Base class for rules that compute a trimmed mean of the buffered displacements in each entry of the model.
 
-    For each entry, the rule sorts the values of the K displacements, discards the `num_trimmed` smallest and largest
-    values, and averages the others. It processes the vectors in chunks, so the working memory is K + 1 chunks.
+    For each entry, the rule sorts the values of the K displacements, discards the `num_trimmed` smallest and the
+    `num_trimmed` largest values, and averages the others. It processes the vectors in chunks, so its working memory is
+    only K + 1 chunks.
     """
 
     self_checked: ClassVar[tuple[str, ...]] = ("points",)
@@ -168,11 +170,14 @@ class CoordinateWiseRule(StoredBufferRule):
 
 
 def oddeven_sort(vectors: Sequence[Tensor], scratch: Tensor) -> list[Tensor]:
-    """Sort each entry of K vectors in place, with `scratch` as working memory.
+    """Sort the values of K vectors at each position, using `scratch` as additional memory.
+
+    The first vector of the result contains the smallest value of each position, and the last vector contains the
+    largest value. The result reuses the memory of the given vectors and of `scratch`.
 
     The algorithm is odd-even transposition sort: in each of K rounds, it compares neighbouring vectors and exchanges
-    entries that are out of order. A comparison of two vectors runs at memory bandwidth. For small K, the algorithm is
-    therefore faster than a separate sort of each entry.
+    values that are in the wrong order. The comparisons run at memory bandwidth. For small K, this is faster than a
+    separate sort for each position.
 
     Example:
         >>> rows = [torch.tensor([3.0, 1.0]), torch.tensor([2.0, 2.0]), torch.tensor([1.0, 0.0])]

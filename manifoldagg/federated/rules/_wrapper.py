@@ -7,7 +7,11 @@ __all__ = ["WrapperRule"]
 
 
 class WrapperRule(KeywordHints):
-    """Base class for rules that wrap another rule and have the same requirements as the wrapped rule."""
+    """Base class for rules that wrap another rule.
+
+    A wrapper needs as many updates for a step as the wrapped rule. It uses the drift and accepts lists of tensors if
+    the wrapped rule does.
+    """
 
     rule: Rule
 

@@ -1,4 +1,7 @@
-"""AdaMasFL: MasFL with normalised local steps and default rates that follow from the problem size."""
+"""AdaMasFL: the rule MasFL with local steps of fixed length and with default rates that need no tuning.
+
+The default rates follow from the number of clients per step, the number of local steps and the number of server steps.
+"""
 
 import math
 from collections.abc import Mapping
@@ -132,9 +135,10 @@ class AdaMasFL(ControlVariateRule):
     def _displacement_rows(
         self, pending: dict[str, Any], update: Update
     ) -> tuple[list[Tensor], list[Tensor | None], float]:
-        """Return the rows whose sum is the total displacement of the buffer, and the norm of the last displacement.
+        """Return the total displacement of the buffer as differences of vectors, and the norm of the last displacement.
 
-        Each row has a second row, or `None`, to subtract from it.
+        The result contains two lists of vectors. The total displacement is the sum of the first list minus the sum of
+        the second list, in which `None` stands for zero.
 
         Raises:
             ArgumentError: if the last displacement is longer than K steps.

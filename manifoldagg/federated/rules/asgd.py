@@ -12,14 +12,15 @@ __all__ = ["ASGD"]
 class ASGD(ScheduledRule):
     r"""Asynchronous SGD (ASGD): a step along the uncorrected displacement of an update.
 
-    After each update, the new model is
+    Client $i$ receives the server model $\Theta^t$ of version $t$ and returns the model $\Theta_i$. The current server
+    model is then $\Theta^\tau$, and the new model is
 
     $$\Theta^{\tau+1} = \Theta^\tau + \rho\, v, \qquad v = \Theta_i - \Theta^t, \qquad \rho = S\, w_i\, \eta_g(\tau).$$
 
-    The step size $\rho$ is the product of the staleness penalty $S$, the client's data share $w_i$ and the rate
-    $\eta_g$.
+    The step size $\rho$ is the product of the staleness penalty $S$, the client's share $w_i$ of the training data and
+    the learning rate $\eta_g$.
 
-    Use this rule as the baseline for corrections, or when updates have little staleness.
+    Use this rule as the baseline for rules with corrections, or when updates have little staleness.
 
     On a curved space, $v = \log_{\Theta^t} \Theta_i$ is transported to $\Theta^\tau$, and the new model is
     $\exp_{\Theta^\tau}(\rho\, v)$.

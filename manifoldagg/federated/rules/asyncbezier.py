@@ -159,9 +159,9 @@ class AsyncBezier(ScheduledRule):
 
     @property
     def accepts_tensor_lists(self) -> bool:  # type: ignore[override]  # depends on an option
-        """Whether the server may pass points as lists of tensors.
+        """Whether the rule accepts each point as a list of tensors in place of a vector.
 
-        Evaluating an embedding other than a Bézier curve, a tunnel or a simplex requires whole vectors.
+        An embedding other than a Bézier curve, a tunnel or a simplex can be evaluated only with vectors.
         """
         return self._curve_embedding is None
 
@@ -250,9 +250,9 @@ def _check_or_auto(name: str, value: float | str, minimum: int) -> None:
 
 
 def _client_progress(update: Update) -> float:
-    """Return the progress of a client along its gradient.
+    """Return the progress of a client, which is its local learning rate times its number of local steps.
 
-    The progress is the local learning rate times the number of local steps. The client reports it in the payload.
+    The client reports the progress as a number in its payload.
     """
     return check_number(
         "numbers: progress", update.numbers.get("progress", 0.0), at_least=MIN_PROGRESS, at_most=MAX_PROGRESS
@@ -260,7 +260,7 @@ def _client_progress(update: Update) -> float:
 
 
 def _clipped(progress: float, mean: float) -> float:
-    """Clip the progress of a client to at most `MAX_PROGRESS_RATIO` times more or less than the mean.
+    """Limit the progress of a client to the range from 1 / `MAX_PROGRESS_RATIO` to `MAX_PROGRESS_RATIO` times the mean.
 
     The limit bounds the influence of a wrong value on later updates.
     """
@@ -268,6 +268,9 @@ def _clipped(progress: float, mean: float) -> float:
 
 
 def _auto_curve_weight(state: State) -> float:
-    """Return the automatic curve weight, one minus the mean cosine between displacements and drifts so far."""
+    """Return the automatic curve weight, which is one minus the mean cosine between displacements and drifts.
+
+    The mean covers the previous updates. The result is clipped to [0, 1], and it is 0 before the first drift.
+    """
     lengths = state.get("lengths", 0.0)
     return min(max(1 - state["product"] / lengths, 0.0), 1.0) if lengths > 0 else 0.0

@@ -1,4 +1,7 @@
-"""AsyncCurve: a step along a quadratic curve whose end and control point are corrected for the drift."""
+"""AsyncCurve: a step along a client's quadratic curve after a correction for the drift of the server model.
+
+The correction applies to the end of the curve, and the control point of the curve is adapted to the new end.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -173,10 +176,10 @@ class AsyncCurve(ServerRule):
         return after, Outcome(model, memory, numbers, state_is_finite=self._state_is_finite(corrected))
 
     def _state_is_finite(self, corrected: Corrected) -> bool:
-        """Return whether the norms of the rows prove that the new state is finite.
+        """Return whether the norms of the input vectors prove that the next state of the rule is finite.
 
-        If the norms are small enough, no linear combination of the rows can overflow, and the server need not check the
-        state.
+        If these norms are small enough, no linear combination in the step can overflow. The server can then skip its
+        own check of the state.
         """
         plain = not self.correction.keeps_state or isinstance(self.correction, OrthoDyn)
         if corrected.auxiliary is None or not plain or self.periodic is not None:
@@ -192,9 +195,10 @@ class AsyncCurve(ServerRule):
         return self.periodic is not None and place > 0 and place % self.periodic == 0
 
     def _update_average(self, state: State, version: int, model: Tensor) -> dict[str, Any]:
-        """Add the model of a new version to the average, and return the entries of the state about the average.
+        """Add the model of a new version to the periodic average, and return the entries of the average in the state.
 
-        If this version is due for replacement, the method writes the average to `model` and restarts the average.
+        If the average replaces the model at this version, the method writes the average to `model` and starts a new
+        average.
         """
         if self.periodic is None:
             return {}
@@ -225,13 +229,13 @@ def _move_control(mode: str, control: Tensor, base: Tensor, theirs: Tensor, curr
 
 
 def _step_coefficients(corrected: Corrected, s: float, mode: str) -> tuple[Matrix | None, float | None]:
-    """Compute the coefficients of the new model, so that one pass over the parameters can compute it.
+    """Return the coefficients of the new model as a linear combination of vectors, and the norm of the step.
 
-    The rows of the combination are those of the frame, followed by the control point minus the base. The coefficients
-    have the shape (k + 1,), or (S, k + 1) for S named tensors.
+    The vectors are the k vectors of the corrected frame, followed by the difference between the control point and the
+    client's start model. The coefficients have the shape (k + 1,), or (S, k + 1) for S named tensors.
 
-    The result contains the coefficients and the norm of the step. If cancellation makes the inner products too
-    inaccurate for one of them, its value is `None`, and the caller computes it from vectors instead.
+    If cancellation makes the inner products too inaccurate for one of the two results, this result is `None`. The
+    caller then computes it from the vectors themselves.
     """
     left = corrected.gram.transform(corrected.coefficients).sum(0)
     if corrected.auxiliary is None or lost_to_cancellation(left, corrected.gram.matrix):

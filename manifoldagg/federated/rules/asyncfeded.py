@@ -1,4 +1,8 @@
-"""AsyncFedED: a step size and a number of local epochs that decrease with the drift since the dispatch."""
+"""AsyncFedED: a step size and a number of local epochs that depend on the drift of the server model.
+
+The drift is the distance that the server model has moved since the client received its model. After a long drift, the
+step is shorter and the client trains for fewer epochs.
+"""
 
 import math
 import sys

@@ -1,4 +1,8 @@
-"""CA²FL: a step along a buffer mean that is corrected by the cached displacement of every client."""
+"""CA²FL: a step along the mean of buffered updates, corrected by the cached displacements of all clients.
+
+The server caches the latest displacement of each client, so clients without an update in the buffer also contribute to
+the step.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -108,7 +112,7 @@ class CA2FL(LatestUpdateRule):
                 )
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the next step if all later updates are zero.
+        """Return the next step if all further updates repeat the cached displacement of their client.
 
         The server checks that the model remains finite after this step.
         """

@@ -1,4 +1,4 @@
-"""Delayed Nesterov: a step for each update, and a change of the momentum for every N updates."""
+"""Delayed Nesterov: an asynchronous outer optimizer whose momentum changes only once every N updates."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -20,18 +20,18 @@ __all__ = ["DelayedNesterov"]
 class DelayedNesterov(ServerRule):
     r"""Delayed Nesterov: a step for each update, with Nesterov momentum that changes only every N updates.
 
-    The rule collects N displacements for one change of the momentum $m$. All other updates move the model along their
-    displacement $v$ and a fraction $c$ of the momentum:
+    An update with the displacement $v$ moves the model along $v$ and a fraction $c$ of the momentum $m$. With the
+    learning rate $\eta$ and the momentum coefficient $\beta$, the model becomes
 
     $$\Theta \leftarrow \Theta + \eta\,(v / N + c\, \beta m).$$
 
-    Every N-th update first adds the mean of the last N displacements to the momentum, and then applies the rest of the
+    Every N-th update first adds the mean of the last N displacements to the momentum. It then applies the rest of the
     momentum:
 
     $$m \leftarrow \beta m + \frac1N \sum v, \qquad
       \Theta \leftarrow \Theta + \eta\,\bigl(v / N + (1 - cN + c)\, \beta m\bigr).$$
 
-    Use this rule as the outer optimizer of asynchronous DiLoCo. With N = 1, the rule is Nesterov momentum.
+    Use this rule as the outer optimizer of asynchronous DiLoCo. With N = 1, the rule is standard Nesterov momentum.
 
     Args:
         size: the number N of updates between changes of the momentum.
@@ -80,9 +80,10 @@ class DelayedNesterov(ServerRule):
         return super().init(space, start) | {"count": 0}
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the sum of all steps that follow if every later update is zero.
+        """Return the total movement of the model under the assumption that every later displacement is zero.
 
-        These steps come from the momentum. The server checks that the model remains finite after them.
+        This movement comes from the momentum and from the displacements that the momentum does not include yet. The
+        server checks that the model remains finite after this movement.
         """
         rate = rate_at(self.rate, state["version"])
         later = rate * self.beta / (1 - self.beta)

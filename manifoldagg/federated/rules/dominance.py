@@ -13,13 +13,13 @@ __all__ = ["Dominance"]
 
 @dataclass(frozen=True)
 class Dominance:
-    r"""Penalty that reduces the rate for clients that return updates more often than others.
+    r"""Penalty that reduces the learning rate for clients that return updates more often than others.
 
-    With N clients, each of them should send the fraction 1 / N of all updates. If client i sends the fraction $p_i$,
-    the penalty multiplies the rate $\eta$ by $1 / (N p_i)$ and limits the result to 1.
+    With N clients, the fair share of a client is 1 / N of all updates. If client i returns the fraction $p_i$ of all
+    updates, the penalty replaces the learning rate $\eta$ by $\min(1, \eta / (N p_i))$.
 
-    The fraction follows from the number $c_i$ of updates of client i and the number $k$ of all updates. Both counts
-    include the current update. The client state stores $c_i$.
+    The fraction $p_i$ is computed from the number $c_i$ of updates of client i and the number $k$ of updates of all
+    clients. Both numbers include the current update. The client state stores $c_i$.
 
     Args:
         clients: the number N of clients.
@@ -45,9 +45,10 @@ class Dominance:
         check_count("clients", self.clients)
 
     def scaled_rate(self, rate: float, client_updates: int, total_updates: int) -> float:
-        r"""Return the rate $\min(1, \eta / (N p_i))$ for a client.
+        r"""Return the learning rate of a client after the penalty, $\min(1, \eta / (N p_i))$.
 
-        The fraction $p_i$ follows from `client_updates` = $c_i$ and `total_updates` = $k$, as in the class.
+        Here, $\eta$ is `rate`, N is the number of clients, and $p_i$ is the client's fraction of all updates. The
+        method computes $p_i$ from the counts `client_updates` and `total_updates`.
         """
         part = (
             (client_updates + 1) / (total_updates + self.clients) if self.smoothed else client_updates / total_updates

@@ -22,16 +22,16 @@ __all__ = ["FedAdam"]
 
 @dataclass(frozen=True)
 class FedAdam(FedAvg):
-    r"""Adaptive federated optimization (FedAdam): an Adam step along the mean displacement of a cohort.
+    r"""Adaptive federated optimization (FedAdam): an Adam step on the server along the mean displacement of a cohort.
 
-    Let $\Delta$ be the mean displacement of a cohort, as in [`FedAvg`][manifoldagg.federated.rules.FedAvg]. The moments
-    $m$ and $v$ and the model become
+    Let $\Delta$ be the mean displacement of a cohort, as in [`FedAvg`][manifoldagg.federated.rules.FedAvg]. With the
+    learning rate $\eta_g$, the moments $m$ and $v$ and the server model $\Theta$ become
 
     $$m \leftarrow \beta_1 m + (1 - \beta_1)\, \Delta, \qquad
       v \leftarrow \beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta, \qquad
       \Theta \leftarrow \Theta + \eta_g\, \frac{m}{\sqrt{v} + \epsilon}.$$
 
-    The initial value of $m$ is 0, and the moments have no bias correction.
+    The initial value of $m$ is 0. The rule does not apply a bias correction to the moments.
 
     Use this rule when the entries of the displacements have very different scales, as in language models.
 
@@ -110,10 +110,10 @@ class FedAdam(FedAvg):
 def update_moments(
     m: Tensor, square: Tensor, delta: Tensor, betas: tuple[float, float], *, out: Sequence[Tensor]
 ) -> None:
-    r"""Compute the next moments of Adam and write them to `out`.
+    r"""Update the first and second moment of Adam with a displacement, and write both to `out`.
 
-    The first moment becomes $\beta_1 m + (1 - \beta_1)\, \Delta$, and the second becomes $\beta_2 v + (1 - \beta_2)\,
-    \Delta \odot \Delta$.
+    For the displacement $\Delta$, the first moment $m$ becomes $\beta_1 m + (1 - \beta_1)\, \Delta$, and the second
+    moment $v$ becomes $\beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta$. The argument `square` is $v$.
 
     Example:
         >>> out = torch.empty(2, 1)
@@ -128,7 +128,10 @@ def update_moments(
 
 
 def adam_step(current: Tensor, m: Tensor, square: Tensor, epsilon: float, rate: float, *, out: Tensor) -> None:
-    r"""Compute the model $\Theta + \eta\, m / (\sqrt{v} + \epsilon)$ after an Adam step, and write it to `out`.
+    r"""Compute the model after an Adam step, and write it to `out`.
+
+    The new model is $\Theta + \eta\, m / (\sqrt{v} + \epsilon)$, where $\Theta$ is the current model, $m$ and $v$ are
+    the first and second moment, and $\eta$ is the learning rate. The argument `square` is $v$.
 
     Example:
         >>> out = torch.empty(1)

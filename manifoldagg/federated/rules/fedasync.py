@@ -16,14 +16,15 @@ __all__ = ["FedAsync"]
 
 @dataclass(frozen=True)
 class FedAsync(CorrectionRule):
-    r"""Asynchronous federated averaging (FedAsync): a convex combination of the server model and the client model.
+    r"""Asynchronous federated averaging (FedAsync): a convex combination of the server model and a client model.
 
-    After each update, the new model is
+    When client $i$ returns the model $\Theta_i$, the server model $\Theta^\tau$ of version $\tau$ becomes
 
     $$\Theta^{\tau+1} = (1 - \alpha_\tau)\,\Theta^\tau + \alpha_\tau\,\Theta_i,
       \qquad \alpha_\tau = \min(1, \alpha \cdot s(\tau - t)).$$
 
-    The weight $s$ of the staleness $\tau - t$ reduces the influence of stale updates.
+    Here, $\alpha$ is the learning rate, and $t$ is the version from which the client started. The staleness weight $s$
+    reduces the influence of updates with a large staleness $\tau - t$.
 
     Use this rule as a simple asynchronous baseline when staleness is small.
 

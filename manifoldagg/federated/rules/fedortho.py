@@ -13,14 +13,14 @@ __all__ = ["FedOrtho"]
 class FedOrtho(ScheduledRule):
     r"""Orthogonal projection (FedOrtho): a step along the component of an update that is orthogonal to the drift.
 
-    After each update, the new model is
+    The displacement $v$ leads from the client's start model to the model that the client returned. The drift $g$ leads
+    from the same start model to the current server model $\Theta^\tau$. The new model is
 
     $$\Theta^{\tau+1} = \Theta^\tau + \rho\,\pi v, \qquad
       \pi v = v - \frac{\langle v, g \rangle}{\langle g, g \rangle}\, g, \qquad \rho = S\, w_i\, \eta_g(\tau).$$
 
-    The correction $\pi$ removes the component of the displacement $v$ along the drift $g$. It is
-    [`OrthoDC`][manifoldagg.corrections.OrthoDC] with threshold 1. The step size $\rho$ is the product of the staleness
-    penalty $S$, the client's data share $w_i$ and the rate $\eta_g$.
+    The correction $\pi$ is [`OrthoDC`][manifoldagg.corrections.OrthoDC] with threshold 1. The step size $\rho$ is the
+    product of the staleness penalty $S$, the client's share $w_i$ of the training data and the learning rate $\eta_g$.
 
     Use this rule when stale updates repeat or undo progress that the server has already made.
 

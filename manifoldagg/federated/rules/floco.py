@@ -162,9 +162,10 @@ class FLOCO(ServerRule):
         return after, Outcome(model, memory, numbers | {"buffered": 0.0, "step": 1.0, "norm": norm})
 
     def _project_client(self, state: State, update: Update) -> tuple[list[Tensor], ClientState]:
-        """Return the displacements of the cohort's centroids so far, and the next state of the client.
+        """Return the displacements of the client centroids in the cohort so far, and the next state of the client.
 
-        After the principal axes are known, the client state also contains the centre of the client's region.
+        The centroid of a client is the mean of its vertices. If the principal axes are known, the client state also
+        contains the centre of the client's region.
         """
         memory = update.client_state
         now = state["version"] == self.personalize_from
@@ -180,10 +181,11 @@ class FLOCO(ServerRule):
 
 
 def project_to_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Float64[Tensor, "*batch n"]:
-    r"""Project $x / z$ onto the probability simplex $y_i \ge 0$, $\sum_i y_i = 1$, where $z$ is `scale`.
+    r"""Project vectors onto the probability simplex after dividing them by `scale`.
 
-    The projection is $y_i = \max(x_i / z - t, 0)$. The shift $t$ follows from the sorted entries of $x / z$ (Held,
-    Wolfe, Crowder 1974).
+    For a vector $x$ and the scale $z$, the result is the point $y$ of the simplex $y_i \ge 0$, $\sum_i y_i = 1$ that is
+    nearest to $x / z$. Its entries are $y_i = \max(x_i / z - t, 0)$, where the shift $t$ follows from the sorted
+    entries of $x / z$ (Held, Wolfe, Crowder 1974).
 
     Example:
         >>> project_to_simplex(torch.tensor([2.0, 1.5, -1.0], dtype=torch.float64))
@@ -198,11 +200,13 @@ def project_to_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Fl
 
 
 def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tensor, Float64[Tensor, "m n"]]:
-    """Compute the principal axes of m vectors about 0, and the coordinates of the vectors on these axes.
+    """Compute the principal axes of m vectors without centring them, and the coordinates of the vectors on these axes.
 
-    The vectors are long and few, so the function decomposes their m × m Gram matrix. If the rank is smaller than
-    `count`, the remaining axes are 0. The sign of each axis makes its coefficient of largest magnitude positive, so
-    that the result is unique.
+    The function computes the axes from the m × m Gram matrix of the vectors, which is small even if the vectors are
+    long. If the rank of the vectors is smaller than `count`, the remaining axes are 0.
+
+    Each axis is a linear combination of the vectors. The function chooses the sign of the axis for which the
+    coefficient of largest magnitude is positive, so the result is unique.
 
     Args:
         signals: the m vectors.
@@ -231,11 +235,13 @@ def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tens
 
 
 def min_energy_scale(coordinates: Float64[Tensor, "m n"]) -> float:
-    r"""Choose the scale $z$ for which the projections of `coordinates` / $z$ onto the simplex are most evenly spread.
+    r"""Choose the scale for which the projections of scaled points onto the simplex are most evenly spread.
 
-    The projections $y_i$ are evenly spread if their energy $\sum_{i < j} \|y_i - y_j\|^{-2}$ is small. The function
-    evaluates the energy for `NUM_SCALES` equidistant scales up to the largest norm of the coordinates. If all
-    coordinates are equal, the result is the smallest of these scales.
+    For the scale $z$, let $y_i$ be the projections of the points `coordinates` / $z$. They are evenly spread if their
+    energy $\sum_{i < j} \|y_i - y_j\|^{-2}$ is low. The function compares `NUM_SCALES` equidistant scales up to the
+    largest norm of the coordinates.
+
+    If all points are equal, the result is the smallest of these scales. If all coordinates are 0, the result is 1.
     """
     reach = float(coordinates.norm(dim=-1).max())
     if reach == 0:

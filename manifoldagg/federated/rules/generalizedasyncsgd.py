@@ -1,4 +1,7 @@
-"""Generalized AsyncSGD: steps along gradients that are divided by the sampling probability of their client."""
+"""Generalized AsyncSGD: asynchronous SGD without a bias towards clients that are sampled more often.
+
+The rule divides each gradient by the sampling probability of its client.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

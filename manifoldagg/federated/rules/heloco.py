@@ -98,9 +98,9 @@ class HeLoCo(ServerRule):
             check_number(name, getattr(self, name), at_least=0)
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the sum of all steps that follow if every later update is zero.
+        """Return the total movement of the model under the assumption that every later displacement is zero.
 
-        These steps come from the momentum. The server checks that the model remains finite after them.
+        This movement comes from the momentum. The server checks that the model remains finite after this movement.
         """
         if "momentum" not in state:
             return []
@@ -138,9 +138,10 @@ class HeLoCo(ServerRule):
     def correction_coefficients(
         self, update_square: float, product: float, momentum_square: float
     ) -> tuple[float, float]:
-        r"""Return the coefficients of $v$ and $m$ in the corrected displacement $\pi v$ of one tensor.
+        """Return the two coefficients of the corrected displacement of one tensor.
 
-        They depend only on the inner products of the displacement $v$ and the momentum $m$.
+        The corrected displacement is a linear combination of the displacement $v$ and the momentum $m$ of the tensor.
+        The coefficients depend only on the inner products of $v$ and $m$.
 
         Example:
             >>> HeLoCo(confidence_scale=0.0, max_shrink=1.0).correction_coefficients(

@@ -132,10 +132,11 @@ class Krum(StoredBufferRule):
 
 
 def krum_select(inner: np.ndarray, num_byzantine: int, num_selected: int) -> list[int]:
-    """Return the indices of the vectors with the smallest Krum scores.
+    """Select the vectors with the smallest Krum scores, and return their indices.
 
-    The score of a vector is the sum of its squared distances to its $K - f - 2$ nearest neighbours, where K is the
-    number of vectors and f is `num_byzantine`. If two scores are equal, the lower index is selected.
+    Let K be the number of vectors, and let f be `num_byzantine`. The Krum score of a vector is the sum of its squared
+    distances to its $K - f - 2$ nearest neighbours. If two vectors have the same score, the function selects the one
+    with the lower index.
 
     Args:
         inner: the inner products of the K vectors, (K, K).

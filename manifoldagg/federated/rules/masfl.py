@@ -1,4 +1,7 @@
-"""MasFL: server momentum with control variates, which remove the bias from heterogeneous data and delays."""
+"""MasFL: server momentum with a control variate for each client.
+
+The control variates remove the bias that heterogeneous client data and delayed updates cause.
+"""
 
 import abc
 import math
@@ -27,12 +30,12 @@ INITIAL_MODES = ("gradient", "zero")
 
 
 class MasFLRates(NamedTuple):
-    r"""Rates for which Theorem 1 of MasFL guarantees convergence.
+    r"""Momentum coefficient and learning rates for which Theorem 1 of the MasFL paper guarantees convergence.
 
     Attributes:
         beta: the momentum coefficient $\beta$.
-        gamma: the rate $\gamma$ of the server, the option `rate` of `MasFL`.
-        eta: the largest local rate $\eta$ for which the theorem holds.
+        gamma: the learning rate $\gamma$ of the server, which is the option `rate` of `MasFL`.
+        eta: the largest local learning rate $\eta$ for which the theorem holds.
     """
 
     beta: float
@@ -85,16 +88,17 @@ class ControlVariateRule(ServerRule):
     def apply_step(
         self, state: State, update: Update, g: Tensor, out: Tensor | None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the new model and the metrics of the step.
+        """Return the new model and the metrics of a step along the momentum.
 
-        If the norms do not prove that a step is finite, the rule also calls this method before it buffers an update.
+        The rule calls this method when the buffer is full. It also calls the method before it buffers an update, if
+        bounds on the norms do not prove that the step remains finite.
         """
 
     @abc.abstractmethod
     def entry_change_bound(self, state: State, pending: Mapping[str, Any], g_norm: float) -> float:
-        """Return an upper bound on the change of any model entry by the buffered updates.
+        """Return an upper bound for the change of any model entry in a step with the buffered updates.
 
-        The argument `g_norm` is an upper bound on the norm of the next momentum $g$.
+        The argument `g_norm` is an upper bound for the norm of the next momentum $g$.
         """
 
     def accumulate(self, pending: dict[str, Any], update: Update) -> dict[str, Any]:
@@ -185,9 +189,10 @@ class ControlVariateRule(ServerRule):
     def _next_momentum_and_mean(
         self, state: State, rows: list[Tensor], minus: list[Tensor | None], num_clients: int, check: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the momentum $g$ and the mean $c$ after a step.
+        """Return the momentum $g$ and the mean $c$ of the control variates after a step.
 
-        The sum of the buffer is the sum of `rows` minus the sum of `minus`.
+        The step applies the changes of control variates in the buffer. Their sum is the sum of `rows` minus the sum of
+        `minus`.
         """
         beta = self.momentum
         count = len(rows)
@@ -210,9 +215,10 @@ class ControlVariateRule(ServerRule):
     def _is_bounded(
         self, state: State, pending: Mapping[str, Any], norm_bounds: Mapping[str, float], dtype: torch.dtype
     ) -> bool:
-        """Return whether the norms prove that a step is finite.
+        """Return whether bounds on the norms of vectors prove that the result of a step is finite.
 
-        No entry of a vector exceeds the norm of the vector, so bounds on the norms are bounds on the entries.
+        The absolute value of each entry of a vector is at most the norm of the vector. A bound on the norm therefore
+        bounds all entries.
         """
         most = torch.finfo(dtype).max
         wide = max(norm_bounds["c"], pending.get("length", 0.0)) <= MAX_NORM
@@ -299,16 +305,16 @@ class MasFL(ControlVariateRule):
 
     @staticmethod
     def theory(S: int, K: int, T: int, L: float, max_delay: float) -> MasFLRates:
-        r"""Compute the rates for which Theorem 1 of MasFL guarantees convergence.
+        r"""Compute the rates for which Theorem 1 of the MasFL paper guarantees convergence.
 
         The arguments determine the momentum $\beta$, the server rate $\gamma$ and the largest local rate $\eta$:
 
         $$\beta = \sqrt{\frac{SK}{T}}, \qquad \gamma = \frac{1}{4L} \sqrt{\frac{SK}{T}}, \qquad
           \eta \le \frac{\sqrt{T - \sqrt{SKT} - 4 S K \tau_{\max}^2}}{4 \sqrt5\, e\, K L \sqrt T}.$$
 
-        The bound on $\eta$ follows from the condition $1 - 4a - \sqrt{SK/T} \ge 0$ of the theorem, with $a =
-        \tau_{\max}^2 \beta^2 + 20 e^2 \eta^2 K^2 L^2$. The theorem also requires a "sufficiently large" T without
-        stating a number, so this method cannot check that requirement.
+        The bound on $\eta$ follows from the condition $1 - 4a - \sqrt{SK/T} \ge 0$ of the theorem, with
+        $a = \tau_{\max}^2 \beta^2 + 20 e^2 \eta^2 K^2 L^2$. The theorem also requires a "sufficiently large" number T
+        of server steps. It does not state a number, so this method cannot check the requirement.
 
         Args:
             S: the number of distinct clients per step.

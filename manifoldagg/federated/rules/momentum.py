@@ -102,9 +102,10 @@ class Momentum(WrapperRule):
         return bool(getattr(self.rule, "is_private", False))
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the sum of all steps that follow if every later update is zero.
+        """Return the total movement of the model under the assumption that every later displacement is zero.
 
-        These steps come from the velocity. The server checks that the model remains finite after them.
+        This movement comes from the velocity and from the displacements that the wrapped rule carries to its next step.
+        The server checks that the model remains finite after this movement.
         """
         inner = getattr(self.rule, "carried_displacements", None)
         terms = [] if inner is None else inner(state["rule"])
@@ -116,9 +117,10 @@ class Momentum(WrapperRule):
 
     @property
     def self_checked(self) -> tuple[str, ...]:
-        """The inputs whose finiteness the wrapped rule checks itself.
+        """The inputs whose finiteness the wrapped rule checks itself, if the wrapped rule is private.
 
-        Only a private rule checks them itself, because a rejection by the server would reveal private data.
+        A private rule checks its inputs itself, because a rejection by the server would reveal private data. For any
+        other rule, the server checks all inputs.
         """
         return tuple(getattr(self.rule, "self_checked", ())) if self.is_private else ()
 
@@ -234,10 +236,11 @@ class Momentum(WrapperRule):
 
 
 def check_log(space: Manifold, x: Tensor, log: Tensor, step_norm: float, tolerance: float) -> None:
-    """Check that the logarithm of a step is at least as long as the step.
+    """Check that the logarithm of a step on a curved space is at least as long as the step.
 
-    If a step leaves the injectivity radius, the logarithm belongs to a shorter geodesic to the same point. The velocity
-    would then be wrong.
+    The logarithm is the tangent vector from the model before the step to the model after it. If a step leaves the
+    injectivity radius, the logarithm belongs to a shorter geodesic, and a velocity that is computed from it would be
+    wrong.
 
     Raises:
         ArgumentError: if the logarithm is not finite or is shorter than the step.

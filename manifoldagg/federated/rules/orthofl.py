@@ -199,9 +199,10 @@ class OrthoFL(ServerRule):
 
 
 def interpolate(current: Tensor, model: Tensor, rate: float, out: Tensor | None = None) -> Tensor:
-    r"""Return the moving average $(1 - \beta)\,W + \beta W_m$, where $\beta$ is `rate`.
+    r"""Return the moving average $(1 - \beta)\,W + \beta W_m$ of the global model $W$ and a client model $W_m$.
 
-    The result is rounded once, so that the server and the client compute the same bits.
+    The weight $\beta$ is `rate`. Each entry is rounded only once, so that the server and the client compute
+    bit-identical results.
 
     Example:
         >>> import torch
@@ -212,9 +213,9 @@ def interpolate(current: Tensor, model: Tensor, rate: float, out: Tensor | None 
 
 
 def shift(model: Tensor, reference: Tensor) -> Tensor:
-    """Return `model - reference`, rounded once.
+    """Return the difference `model - reference` of two models.
 
-    The server and the client therefore compute the same bits.
+    Each entry is rounded only once, so that the server and the client compute bit-identical results.
 
     Example:
         >>> import torch

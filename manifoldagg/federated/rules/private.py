@@ -117,7 +117,7 @@ class Private(WrapperRule):
     def self_checked(self) -> tuple[str, ...]:
         """The inputs whose finiteness the rule checks itself.
 
-        If the server checked them instead, its rejection would reveal private data.
+        If the server checked these inputs, the rejection of an update would reveal private data.
         """
         return ("points", *getattr(self.rule, "self_checked", ()))
 
@@ -147,9 +147,9 @@ class Private(WrapperRule):
     def plan(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        """Plan a step of the wrapped rule with clipped displacements and noise.
+        """Plan a step of the wrapped rule with clipped displacements and added noise.
 
-        If the wrapped rule computes whole vectors, it may write its model to `out`.
+        A wrapped rule that computes whole vectors may write the new model to `out`.
         """
         if update.is_pseudo_gradient:
             raise ArgumentError("rule: Private requires client identities, which an outer optimizer does not have")
@@ -179,9 +179,10 @@ class Private(WrapperRule):
 
 
 def _zero_update(update: Update) -> Update:
-    """Return an update with zero displacement.
+    """Return a copy of an update in which the displacement is zero.
 
-    It contains no data of the client: both its base and its point are the current model.
+    Both the base and the point of the copy are the current server model, so the copy does not contain the client's
+    model.
     """
     current: Any = update.current
     points = (current,) if isinstance(update.points, tuple) else current[None]

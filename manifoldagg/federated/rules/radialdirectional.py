@@ -67,10 +67,10 @@ class RadialDirectional(FedAvg):
     not_private_because: ClassVar[str] = "it divides each tensor of an update by its length"
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return an upper bound on the next step.
+        """Return an upper bound for the next step of the buffered updates.
 
-        The server checks that the model remains finite with this bound. The bound is the sum of the directions times
-        the largest mean norm of a tensor.
+        The bound is the product of the mean direction of these updates, the largest mean norm of a tensor and the
+        learning rate. The server checks that the model remains finite after a step of this size.
         """
         total = state["total"]
         if "buffer" not in state or not total > 0:
