@@ -1,4 +1,8 @@
-"""The trainer for the rule AsyncCurve, which learns the end point and the control point of a quadratic curve."""
+"""Client trainer for the rule AsyncCurve.
+
+The trainer learns a quadratic Bézier curve from the server model to the local model. It learns the end and the control
+point of this curve.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -135,7 +139,10 @@ class AsyncCurve(BaseTrainer):
 
     @torch.no_grad()
     def _add_proximal_gradient(self, end: Tensor, base: Tensor) -> None:
-        """Add the gradient of the proximal term to the gradient of the loss, before a step of the end point."""
+        """Add the gradient of the proximal term to the gradient of the loss at the end of the curve.
+
+        The optimizer of the end calls this method before each of its steps.
+        """
         if end.grad is None:
             return
         if isinstance(self.proximal, ProximalTerm):

@@ -1,4 +1,4 @@
-"""The base class of trainers, the inputs of a training task, and the function that counts samples."""
+"""Base class of client trainers, inputs of a training task, and a function that counts training samples."""
 
 import abc
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -24,11 +24,11 @@ MAX_LISTED = 3
 
 @dataclass(frozen=True, eq=False)
 class TrainingTask:
-    """The inputs of one training task of a client.
+    """Inputs of one training task of a client.
 
     Attributes:
         space: the space of the models.
-        message: the message from the server.
+        message: the message from the server, which contains the start model.
         loss: a function `loss(theta, batch)` that returns the loss of the model `theta` on a batch as a scalar.
         batches: an iterable of the client's batches that can be iterated several times.
         client_state: the client state from this client's previous payload. `None` before the client's first payload.
@@ -56,11 +56,11 @@ class TrainingTask:
             return None
 
     def buffers(self, at: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the buffers that the message requests.
+        """Return the model buffers that the server requests, such as running means.
 
-        The loss updates its buffers each time it is evaluated in training. Call this method after the training, so that
-        the buffers include all evaluations. If the training did not evaluate the loss at the returned model, pass this
-        model as `at`.
+        The loss function updates its buffers whenever the training evaluates it. Call this method after the training,
+        so that the buffers include all evaluations. If the training did not evaluate the loss at the returned model,
+        pass this model as `at`.
 
         Args:
             at: a point (P,). If it is given, the statistics of BatchNorm layers in training mode are recomputed at this
@@ -92,18 +92,18 @@ class TrainingTask:
 
 
 class BaseTrainer(KeywordHints, abc.ABC):
-    """Base class for trainers.
+    """Base class for trainers, which carry out the local training of a client.
 
-    A subclass implements two methods: `_train` trains and returns a payload, and `num_steps` predicts the number of
-    steps. If the subclass has options, declare them as fields of a frozen dataclass.
+    A subclass implements two methods: `_train` trains a model and returns the payload, and `num_steps` predicts the
+    number of training steps. If the subclass has options, declare them as fields of a frozen dataclass.
 
-    The base class handles the buffers of the model:
+    The base class handles the buffers of the model, such as running means:
 
-    - Before training, it copies the buffers of the message into the loss.
-    - After training, it adds the requested buffers to the payload, unless the payload already contains buffers.
+    - Before the training, it creates a copy of the loss function with the buffers from the server's message.
+    - After the training, it adds the buffers that the server requests to the payload, unless the payload already
+      contains buffers.
 
-    A trainer does not have to be a subclass. Any object with a `train` method is a
-    [`Trainer`][manifoldagg.federated.Trainer].
+    A trainer need not be a subclass. Any object with a `train` method is a [`Trainer`][manifoldagg.federated.Trainer].
 
     Example:
         >>> from manifoldagg.manifolds import Flat
@@ -186,7 +186,7 @@ def _with_buffers(loss: Loss, message: Message) -> Loss:
 
 
 def count_samples(batches: Iterable[Any]) -> int:
-    """Return the number of samples in one pass over `batches`.
+    """Return the number of samples in one pass over a client's batches.
 
     The function uses the first of these sources that is available:
 

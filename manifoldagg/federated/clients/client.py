@@ -27,13 +27,13 @@ def train_client(
     personal: Sequence[str] = (),
     generator: torch.Generator,
 ) -> Payload:
-    """Train a module for one task, and return the payload for the server.
+    """Train a PyTorch module for one task of a client, and return the payload for the server.
 
     Call this function on the client with the message of a ticket, for example in a custom training loop. The Flower
-    integration calls it too.
+    integration also calls it.
 
-    The module provides the architecture and the mode (training or evaluation). The values of the parameters and buffers
-    come from the message, except for personal tensors. The function does not modify the tensors of the module.
+    The module determines the architecture and the mode (training or evaluation). The values of the parameters and
+    buffers come from the message, except for personal tensors. The function does not modify the tensors of the module.
 
     Args:
         model: a module with the same parameters as the server's model.

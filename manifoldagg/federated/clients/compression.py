@@ -23,10 +23,11 @@ MAX_CODE = 127
 
 @dataclass(frozen=True)
 class Codec(KeywordHints, abc.ABC):
-    """Base class for codecs, which encode an update as a few small tensors with a loss of accuracy.
+    """Base class for lossy codecs, which compress a client update into a few small tensors.
 
-    A codec has no state. The client and the server each construct the codec with the same options.
-    [`ErrorFeedback`][manifoldagg.federated.clients.ErrorFeedback] stores the state of a client.
+    The client encodes the update, and the server decodes it. A codec has no state, so both sides can construct it from
+    the same options. [`ErrorFeedback`][manifoldagg.federated.clients.ErrorFeedback] stores the compression error of a
+    client between updates.
     """
 
     @abc.abstractmethod
@@ -64,22 +65,22 @@ class Codec(KeywordHints, abc.ABC):
         """
 
     def spec(self) -> dict[str, Any]:
-        """Return the name and the options of the codec as values that JSON can represent.
+        """Return the name and the options of the codec as a dict that can be serialized to JSON.
 
-        `codec_from_spec` builds an equal codec from the result.
+        The function `codec_from_spec` constructs an equal codec from this dict.
         """
         return {"name": type(self).__name__, **asdict(self)}
 
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    r"""Codec that transmits only the entries with the largest absolute values, and their indices.
+    r"""Codec that transmits only the entries of an update with the largest absolute values, and their indices.
 
     For a vector with $P$ entries, the codec transmits $k = \lceil \text{fraction} \cdot P \rceil$ entries. The decoded
     vector contains these entries exactly. All its other entries are 0.
 
-    Size: $k\,(b + 4)$ bytes, where $b$ is the number of bytes of one entry. For $P > 2^{31}$, the indices are 64-bit
-    integers, and the size is $k\,(b + 8)$ bytes.
+    The encoded vector has $k\,(b + 4)$ bytes, where $b$ is the number of bytes of one entry. For $P > 2^{31}$, the
+    indices are 64-bit integers, and the encoded vector has $k\,(b + 8)$ bytes.
 
     Args:
         fraction: the fraction of the entries to transmit, in (0, 1].
@@ -125,7 +126,7 @@ class TopK(Codec):
 
 @dataclass(frozen=True)
 class Int8(Codec):
-    r"""Codec that rounds each entry to an 8-bit integer, with one scale for each block of entries.
+    r"""Codec that rounds each entry of an update to an 8-bit integer, with one scale for each block of entries.
 
     The codec divides the vector $x$ into blocks of consecutive entries. For each block $B$, it transmits a scale $s_B$
     and, for each entry $x_i$ of the block, an integer $q_i$. The decoded entry is $\hat x_i$:
@@ -135,8 +136,8 @@ class Int8(Codec):
 
     Ties round to the even integer. The error of an entry is at most $s_B / 2$, plus floating-point rounding errors.
 
-    Size: $P + b \lceil P / \text{block} \rceil$ bytes for a vector with $P$ entries, where $b$ is 8 for float64
-    vectors and 4 for other dtypes.
+    The encoded vector has $P + b \lceil P / \text{block} \rceil$ bytes if $x$ has $P$ entries. Here, $b$ is 8 for
+    float64 vectors and 4 for other dtypes.
 
     Args:
         block: the number of entries of a block. Smaller blocks are more accurate, but need more scales.
@@ -249,11 +250,12 @@ class ErrorFeedback:
         return tensors
 
     def encode_payload(self, payload: Payload, start: Tensor) -> Payload:
-        """Return a copy of a payload that contains encoded updates in place of its points.
+        """Return a copy of a payload in which encoded updates replace the points.
 
-        An update is the difference between a point and the start model. The server decodes the payload in
-        `Server.receive(ticket, payload, codec=codec)`. Serialize the payload without the argument `spec`, because an
-        encoded payload does not contain named parameters.
+        An update is the difference between a point and the start model. To decode the payload, pass the codec to the
+        server: `Server.receive(ticket, payload, codec=codec)`.
+
+        Serialize the encoded payload without the argument `spec`, because it does not contain named parameters.
 
         Args:
             payload: the payload of a trainer.
@@ -356,7 +358,7 @@ def _check_vector(update: Tensor) -> None:
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[torch.dtype, int]]) -> None:
-    """Check that encoded tensors have the expected names, dtypes and sizes, and that they are finite."""
+    """Check the names, dtypes and sizes of the tensors of an encoded vector, and that their entries are finite."""
     got = {name: (x.dtype, x.numel() if x.ndim == 1 else tuple(x.shape)) for name, x in tensors.items()}
     if got != dict(expected):
         raise ArgumentError(f"points: expected encoded tensors {short_repr(dict(expected))}, got {short_repr(got)}")

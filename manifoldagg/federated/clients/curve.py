@@ -1,4 +1,8 @@
-"""The trainer for the rule AsyncBezier, which learns a curve or another embedding that ends at the local model."""
+"""Client trainer for the rule AsyncBezier.
+
+The trainer learns a curve from the server model to the local model. It can also learn another embedding, such as a
+tunnel or a simplex.
+"""
 
 from dataclasses import dataclass
 from typing import Any

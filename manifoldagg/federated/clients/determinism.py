@@ -22,8 +22,8 @@ GENERATOR_LOCK = threading.RLock()
 def single_threaded(threads: int | None = 1) -> Iterator[None]:
     """Limit the number of torch threads in a `with` block.
 
-    With one thread, torch always computes sums in the same order, so the results are bitwise reproducible. After the
-    block, the previous number of threads is restored.
+    With one thread, torch always adds numbers in the same order, so the results are bitwise reproducible. At the end of
+    the block, the function restores the previous number of threads.
 
     Args:
         threads: the number of threads. If it is `None`, the number does not change.
@@ -44,7 +44,8 @@ def single_threaded(threads: int | None = 1) -> Iterator[None]:
 def task_generator(seed: int, client: int, task_index: int) -> torch.Generator:
     """Return a random number generator for one task of a client.
 
-    The random numbers depend only on the three arguments.
+    Its random numbers depend only on the seed, the client and the index of the task. A repeated task therefore uses the
+    same random numbers.
 
     Args:
         seed: the seed of the run.
@@ -69,12 +70,14 @@ def task_generator(seed: int, client: int, task_index: int) -> torch.Generator:
 def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Iterator[None]:
     """Make the computations in a `with` block bitwise reproducible.
 
-    - Torch uses one thread, so that sums have a fixed order.
-    - Layers such as dropout use torch's global random number generator. The function seeds it with a seed that is
-      derived from the initial seed of `generator`. After the block, it restores the state of the global generator.
+    The block controls two sources of differences between runs:
 
-    All threads of a process share the global generator. If several threads enter such a block, the blocks run one after
-    the other.
+    - Order of sums: torch uses one thread, so that it adds numbers in a fixed order.
+    - Random numbers: layers such as dropout use torch's global random number generator. The block seeds it with a seed
+      that is derived from the initial seed of `generator`, and restores its state at the end.
+
+    All threads of a process share the global generator. If several threads enter such a block, the blocks therefore run
+    one after the other.
 
     Args:
         generator: the generator of the task, such as the result of `task_generator`.
@@ -103,7 +106,7 @@ def deterministic(generator: torch.Generator, *, threads: int | None = 1) -> Ite
 def seeded_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     """Build a model whose initial weights depend only on a seed.
 
-    The state of torch's global random number generator does not change.
+    The function restores the state of torch's global random number generator afterwards.
 
     Args:
         make: a function that builds the model.

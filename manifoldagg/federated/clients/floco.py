@@ -1,4 +1,8 @@
-"""The trainer for the rule FLOCO, which learns the vertices of a simplex from sampled models."""
+"""Client trainer for the rule FLOCO.
+
+The trainer learns the vertices of a simplex of models. It minimises the mean loss of models that it samples from the
+simplex.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +26,8 @@ class Region(Simplex):
     r"""Region of a simplex: a smaller copy of the simplex around a centre.
 
     The region consists of the points $(1 - \lambda)\, c + \lambda\, y$ for all points $y$ of the simplex, where $c$ is
-    the centre and $\lambda$ is the relative size. All points are given by their barycentric coordinates: n weights
-    that are non-negative and sum to 1.
+    the centre and $\lambda$ is the relative size. A point of a simplex with n vertices is given by its barycentric
+    coordinates, which are n non-negative weights that sum to 1.
 
     Args:
         space: a flat space.
@@ -50,14 +54,15 @@ class Region(Simplex):
 
 @dataclass(frozen=True)
 class FLOCO(BaseTrainer):
-    r"""Trainer that learns the vertices of a simplex from models in the client's region.
+    r"""Trainer that learns the vertices of a simplex of models from the client's region of the simplex.
 
-    The trainer minimises $\mathbb{E}_x\, \ell(\sum_j x_j \Phi_j)$ over the vertices $\Phi_j$, where $x$ is a random
-    point of the client's region.
+    A point $x$ of the simplex represents the model $\sum_j x_j \Phi_j$ with the vertices $\Phi_j$. The trainer
+    minimises the mean loss $\mathbb{E}_x\, \ell(\sum_j x_j \Phi_j)$ over the vertices, where $x$ is a random point of
+    the region.
 
-    The message of the rule [`FLOCO`][manifoldagg.federated.rules.FLOCO] contains the vertices, and the centre and the
-    radius of the region. Without a centre, $x$ is uniform in the simplex. The payload contains the trained vertices.
-    The client's own model is the model at the centre, `Simplex(space, n)(vertices, centre)`.
+    The rule [`FLOCO`][manifoldagg.federated.rules.FLOCO] sends the vertices, and the centre and the radius of the
+    region. If it sends no centre, the region is the whole simplex. The payload contains the trained vertices. The
+    client's own model is the model at the centre, `Simplex(space, n)(vertices, centre)`.
 
     Args:
         epochs: the number of passes over the client's batches.

@@ -1,4 +1,4 @@
-"""Trainers that return a plain model: local training with a proximal term, or a single gradient."""
+"""Client trainers that return a single model: local training with a proximal term, or one gradient step."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -22,13 +22,14 @@ __all__ = ["Epochs", "Gradient", "Local", "Proximal"]
 class Local(BaseTrainer):
     r"""Trainer that minimises the client's loss, with an optional proximal term.
 
-    The trainer minimises $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ over the local model $\theta$, and
-    starts from the server's model $\Theta^t$. Here, $\ell$ is the client's loss, and $d$ is the distance in the space.
-    On a curved space, the steps are Riemannian, and the models stay on the space. For the proximal term of FedMRUR,
-    pass [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal].
+    The trainer starts from the server's model $\Theta^t$ and minimises
+    $\ell(\theta) + \tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ over the local model $\theta$. Here, $\ell$ is the client's
+    loss, $\mu$ is the weight of the proximal term, and $d$ is the distance in the space. On a curved space, the
+    optimizer takes Riemannian steps, so the models stay on the space.
 
-    `Local` is the first phase of [`Curve`][manifoldagg.federated.clients.Curve] for a curve of degree 1. The returned
-    point is the end of the curve.
+    For the proximal term of FedMRUR, pass [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal]. To train
+    a curve of models instead, use [`Curve`][manifoldagg.federated.clients.Curve], whose first phase is the same
+    training.
 
     Args:
         epochs: the number of passes over the client's batches.
@@ -86,8 +87,9 @@ class Local(BaseTrainer):
 class Proximal(Local):
     r"""Trainer that minimises the client's loss with a proximal term, as in FedProx.
 
-    `Proximal` is [`Local`][manifoldagg.federated.clients.Local] with another default weight of the proximal term,
-    $\mu = 0.01$. Together with the rule [`FedAvg`][manifoldagg.federated.rules.FedAvg], it implements FedProx.
+    `Proximal` equals [`Local`][manifoldagg.federated.clients.Local], except that the default weight of its proximal
+    term is $\mu = 0.01$ in place of 0. Together with the rule [`FedAvg`][manifoldagg.federated.rules.FedAvg], it
+    implements FedProx.
 
     Args:
         epochs: the number of passes over the client's batches.
@@ -110,10 +112,10 @@ class Proximal(Local):
 
 @dataclass(frozen=True)
 class Epochs(BaseTrainer):
-    """Trainer that runs [`Local`][manifoldagg.federated.clients.Local] for the number of epochs in the message.
+    """Trainer for rules that choose the number of local epochs of each task.
 
-    Use this trainer for rules that choose the number of epochs of each task, such as
-    [`AsyncFedED`][manifoldagg.federated.rules.AsyncFedED].
+    The trainer runs [`Local`][manifoldagg.federated.clients.Local] for the number of epochs in the server's message. An
+    example of such a rule is [`AsyncFedED`][manifoldagg.federated.rules.AsyncFedED].
 
     Args:
         local: the local training. Its own options `epochs` and `steps` are ignored.
@@ -156,14 +158,14 @@ class Epochs(BaseTrainer):
 
 @dataclass(frozen=True)
 class Gradient(BaseTrainer):
-    r"""Trainer that returns one gradient.
+    r"""Trainer that takes one gradient step with the learning rate 1.
 
-    The trainer computes the gradient $g = \nabla \ell(\Theta^t)$ of the loss at the server's model on one batch. It
-    returns the model $\Theta^t - g$, and the number of samples of this batch. If the number of batches is known, the
-    batch is drawn uniformly. Otherwise, it is the first batch.
+    The trainer computes the gradient $g = \nabla \ell(\Theta^t)$ of the loss at the server's model on a single batch.
+    It returns the model $\Theta^t - g$, and the number of samples of this batch. If the number of batches is known, the
+    trainer draws the batch uniformly at random. Otherwise, it uses the first batch.
 
-    The rounding of the returned model changes the gradient by at most $\frac\varepsilon2 \|\Theta^t\|$, where
-    $\varepsilon$ is the machine precision. A step with the exact gradient has the same rounding error.
+    Rounding the returned model changes the gradient by at most $\frac\varepsilon2 \|\Theta^t\|$, where $\varepsilon$ is
+    the machine precision. A step with the exact gradient would have the same rounding error.
 
     Args:
         sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for a sharpness-aware gradient.

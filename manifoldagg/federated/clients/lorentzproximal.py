@@ -1,4 +1,7 @@
-"""The proximal term of FedMRUR, an exponential function of the squared Lorentz distance on a hyperboloid."""
+"""Proximal term of FedMRUR, which pulls a local model towards the server's model.
+
+The term is an exponential function of the squared Lorentz distance between the two models on a hyperboloid.
+"""
 
 import math
 from dataclasses import dataclass
@@ -70,7 +73,9 @@ class LorentzProximal:
         check_number("offset", self.offset, above=0)
 
     def __call__(self, theta: Float[Tensor, " P"], base: Float[Tensor, " P"]) -> Float64[Tensor, ""]:
-        r"""Return the value of the term as a differentiable scalar, or infinity if the value overflows.
+        r"""Return the value of the proximal term as a differentiable scalar.
+
+        If the value overflows, the result is infinity.
 
         Args:
             theta: the local model $\theta$.

@@ -136,9 +136,11 @@ def _rate_and_steps(message: Message) -> tuple[float, int]:
 
 
 def _control_variate_steps(task: TrainingTask, phases: Phases, advance: Callable[[Tensor, Tensor], bool]) -> Payload:
-    r"""Run local steps along the direction $\beta (\nabla F - c_i + c) + (1 - \beta) g$.
+    r"""Run local training steps along the direction $\beta (\nabla F - c_i + c) + (1 - \beta) g$.
 
-    The symbols are defined in `ControlVariate`. The function `advance` determines the length of each step.
+    Here, $\nabla F$ is the gradient of the client's loss on a batch, $c_i$ is the control variate of the client, and
+    $c$ is the mean control variate. The momentum is $g$, and its coefficient is $\beta$. The function `advance`
+    determines the length of each step.
 
     Args:
         task: the task, with a message of a rule with control variates, on a flat space.

@@ -1,4 +1,7 @@
-"""The trainer for OrthoFL with client-side calibration, which trains from a calibrated start model."""
+"""Client trainer for the rule OrthoFL with calibration on the client.
+
+The trainer adds the progress of other clients to the client's own model, and trains from the resulting model.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

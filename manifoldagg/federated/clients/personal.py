@@ -1,4 +1,4 @@
-"""Training of a model with personal tensors, which a client trains but never sends to the server."""
+"""Training of models with personal tensors, which a client trains but never sends to the server."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -34,8 +34,9 @@ def train_personal(
 ) -> Payload:
     """Train all tensors of a module, and return a payload that contains only its shared tensors.
 
-    The returned client state contains the trained personal tensors, from which the client's next task continues. The
-    first task starts from the personal tensors of the module. The arguments are the same as in `train_client`.
+    The trained personal tensors are part of the returned client state, from which the client's next task continues. The
+    first task of a client starts from the personal tensors of the module. The arguments are the same as in
+    `train_client`.
 
     Raises:
         ArgumentError: if the client state comes from a task without `personal`, or if the rule or the trainer exchanges
@@ -71,8 +72,8 @@ def train_personal(
 def load_personal(model: nn.Module, client_state: ClientState) -> nn.Module:
     """Copy the personal tensors of a client state into a module, and return the module.
 
-    Use this function to evaluate a client's own model: load the server's model into the module, then call this
-    function. Before a client's first task, its state is `None`, and the module does not change.
+    Use this function to evaluate a client's own model. First load the server's model into the module, and then call
+    this function. Before a client's first task, its state is `None`, and the function does not change the module.
 
     Args:
         model: a module that has tensors with the names of the personal tensors.
@@ -107,7 +108,10 @@ def _split_state(client_state: ClientState) -> tuple[Mapping[str, Tensor], Clien
 
 
 def _shared_columns(whole: ParameterSpace, space: ParameterSpace, points: Tensor) -> Tensor:
-    """Return the columns of `points` that contain shared parameters, in the dtype of the shared space."""
+    """Return the columns of `points` that belong to shared parameters, without those of personal parameters.
+
+    The result has the dtype of the space of the shared parameters.
+    """
     shared = {leaf.name for leaf in space.layout.leaves}
     pieces = zip(whole.layout.leaves, points.split(whole.layout.sizes, dim=1), strict=True)
     return torch.cat([piece for leaf, piece in pieces if leaf.name in shared], 1).to(space.dtype)

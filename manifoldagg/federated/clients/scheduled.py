@@ -1,4 +1,7 @@
-"""The trainer `Scheduled`, which scales the rates and the numbers of steps of another trainer by a schedule."""
+"""Client trainer `Scheduled`, which changes the options of another trainer during a run.
+
+It multiplies the learning rate and the number of local steps by factors that depend on the version of the server model.
+"""
 
 import math
 from collections.abc import Callable
@@ -20,16 +23,17 @@ trainer in the field `local`, because the message determines the number of epoch
 
 @dataclass(frozen=True)
 class Scheduled(BaseTrainer):
-    r"""Trainer that scales the learning rate and the number of steps of another trainer over the run.
+    r"""Trainer that scales the learning rate and the number of steps of another trainer during a run.
 
-    At version $\tau$ of the server's model, the wrapper multiplies the trainer's rates by $r(\tau)$. If the trainer
-    takes $K$ steps, the task takes $\max(1, \lceil s(\tau)\, K \rceil)$ steps. For trainers of curves, the wrapper
-    scales the steps of each phase separately, and a phase without steps remains empty.
+    At version $\tau$ of the server model, the wrapper multiplies the learning rates of the other trainer by the factor
+    $r(\tau)$. It scales the number $K$ of steps by the factor $s(\tau)$, to $\max(1, \lceil s(\tau)\, K \rceil)$. A
+    trainer of curves has several phases. The wrapper scales the steps of each phase separately, and a phase without
+    steps remains empty.
 
-    Use a decreasing schedule for one of two purposes:
+    Decreasing schedules have two uses:
 
-    - A decreasing `rate` makes the local training converge together with the server.
-    - A decreasing `steps` reduces the client drift, so that the rule can apply updates at full weight.
+    - A decreasing factor `rate` makes the local training converge together with the server.
+    - A decreasing factor `steps` reduces the client drift, so that the rule can apply updates at full weight.
 
     Args:
         trainer: a dataclass with a field `rate`, and also a field `steps` if `steps` is not 1. A trainer that contains
@@ -77,7 +81,7 @@ class Scheduled(BaseTrainer):
         return payload
 
     def _trainer_for(self, message: Message, count_batches: Callable[[], int]) -> Any:
-        """Return the trainer with the scaled options for a message.
+        """Return a copy of the wrapped trainer whose options are scaled for a message.
 
         The method calls `count_batches` only if the number of steps depends on the number of batches.
         """

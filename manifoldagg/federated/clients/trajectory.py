@@ -94,9 +94,10 @@ class Trajectory(Local):
         return Payload(points, samples, numbers=numbers, buffers=self._buffers(task, end))
 
     def _fit_model(self, task: TrainingTask, path: PathFit | PathPoints) -> tuple[Tensor, int]:
-        """Return the local model and the number of steps.
+        """Train the local model, and return it together with the number of steps.
 
-        On return, the optimizer state is released, so that it does not use memory while the curve is computed.
+        The optimizer state is released before the method returns. It therefore uses no memory while the curve is
+        computed.
         """
         options = self._options()
         options["phases"] = replace(options["phases"], watch=path.observe)
