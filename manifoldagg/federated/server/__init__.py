@@ -1,3 +1,3 @@
-"""The function `aggregate`, the classes `AsyncAggregator` and `Server`, and the modules that they share."""
+"""Server side of federated learning: the function `aggregate`, and the classes `AsyncAggregator` and `Server`."""
 
 __all__: list[str] = []

@@ -67,15 +67,15 @@ INFO_KEYWORDS = {
 
 @dataclass(frozen=True)
 class AggregateState:
-    """State for the next call of `aggregate` if the state of the rule alone is not sufficient.
+    """State for the next call of `aggregate`, which contains more than the state of the aggregation rule.
 
-    `aggregate` returns such an object if there are client states, or if updates with model buffers wait for a step of
-    the rule. Otherwise, it returns the plain state of the rule.
+    `aggregate` returns this object if the rule stores a state for each client, or if updates with model buffers, such
+    as running means, wait for the next step of the rule. Otherwise, it returns the state of the rule itself.
 
     Attributes:
         state: the state of the rule.
         pending_buffers: the model buffers of the updates since the last step that changed the model.
-        client_states: the state of each client, by the name of the client.
+        client_states: the state that the rule stores for each client, by the name of the client.
     """
 
     state: State
@@ -84,12 +84,19 @@ class AggregateState:
 
     @classmethod
     def of(cls, state: State) -> "AggregateState":
-        """Convert a result of `aggregate` to an `AggregateState`, if it is the plain state of a rule."""
+        """Convert the state of a rule to an `AggregateState`. Return an `AggregateState` unchanged."""
         return state if isinstance(state, AggregateState) else cls(state)
 
 
 class StepResult(NamedTuple):
-    """Result of a step: the new model, the next state, the metrics, and whether the step changed the model."""
+    """Result of one aggregation step.
+
+    Attributes:
+        model: the new model.
+        state: the state for the next step.
+        numbers: the metrics of the step, by name.
+        has_moved: whether the step changed the model. A buffered rule changes the model only when its buffer is full.
+    """
 
     model: Any
     state: State
@@ -110,16 +117,17 @@ def aggregate(
     space: ParameterSpace | None = None,
     out: Model | None = None,
 ) -> tuple[Any, State, dict[str, float]]:
-    r"""Aggregate the model of one client into the model of the server, with one step of a rule.
+    r"""Apply the model of one client to the server's model, with one step of an aggregation rule.
 
-    A model is a state dict, or a list of tensors or NumPy arrays. The client's model may be stale: the server's model
-    may have changed since the client started to train. The function returns a new model and modifies only `out`.
+    A model is a state dict, or a list of tensors or NumPy arrays. The client's model may be stale, because the server's
+    model may have changed since the client started to train. The function returns a new model and modifies only the
+    argument `out`.
 
-    - The new model has the type, the order, the dtypes and the devices of `current`.
+    - The new model has the same type, order of entries, dtypes and devices as the server's model `current`.
     - For models in float32 or float64, the result is bit-identical to the result of a [`Server`][manifoldagg.Server].
       For narrower dtypes, the function rounds the new model in every call, whereas a server stores a float32 master
       model.
-    - Tensors that share storage are tied parameters and count once.
+    - Tensors that share storage are tied parameters and count as one parameter.
 
     Args:
         rule: the aggregation rule, such as `FedAsync(0.6)` or `AsyncBezier(threshold=1.0, rate=0.5)`.
@@ -216,16 +224,17 @@ def check_rule_needs_models_only(rule: Rule, usage: str = USAGE) -> Rule:
 
 
 class _Inputs(NamedTuple):
-    """Checked models of one call.
+    """Validated arguments of one call of `aggregate`.
 
     Attributes:
-        plan: the configuration of the step.
+        plan: the configuration of the aggregation step.
         space: the space of the models.
         given: the tensors of each model by name, as the caller passed them.
-        models: the tensors of each model for the leaves of the layout. Adapter factors are stacked, and differences are
-            converted to models.
-        points: the models as the rule reads them: the current model, the base and the control points.
-        name: the argument that contains the client's model, such as `update[1]`.
+        models: the tensors of each model after two conversions. The factors of each adapter are stacked into one
+            tensor, and the base model is added to differences.
+        points: the models in the format that the rule reads: the current model, the base model, and the control points
+            of the update.
+        name: the name of the argument that contains the client's model, such as `update[1]` for a curve.
     """
 
     plan: StepPlan
@@ -248,9 +257,10 @@ def aggregate_step(
     *,
     difference_option: str = "info=UpdateInfo(difference=True)",
 ) -> StepResult:
-    """Apply one step like `aggregate`, and also return whether the step changed the model.
+    """Apply one aggregation step as in `aggregate`, and also return whether the step changed the model.
 
-    If the update is probably a difference of models, the warning suggests to pass `difference_option`.
+    The function warns if the update looks like a difference of two models. `difference_option` is the option that the
+    warning recommends for such an update.
     """
     if isinstance(space, ParameterSpace) and space.personal:
         current, base, update, out = [_shared(space, model) for model in (current, base, update, out)]
@@ -327,7 +337,10 @@ def _read_inputs(
 
 @lru_cache(maxsize=64)
 def inferred_space(signature: ModelSignature) -> tuple[ParameterSpace, bool]:
-    """Return the default space of models with a signature, and whether the models contain adapter factors."""
+    """Infer the parameter space of models from the names, shapes and dtypes of their tensors.
+
+    The function also returns whether the models contain adapter factors, such as the factors of LoRA.
+    """
     return ParameterSpace(layout_of(signature)), find_first_factor(signature.names) is not None
 
 
@@ -379,7 +392,7 @@ def _models_in_layout(space: ParameterSpace, named: ModelsByPrefix, info: Update
 
 
 def _open_target(inputs: _Inputs, out: Model, memory: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return the writable tensors of `out` by name, and the memory for the point of the new model."""
+    """Return the writable tensors of `out` by name, and the memory to which the step writes."""
     plan, space, given, _, points, _ = inputs
     written = space.state_layout(given[CURRENT])
     target = open_for_write(written, out, given[CURRENT])
@@ -422,7 +435,7 @@ def _step_inputs(inputs: _Inputs, info: UpdateInfo, kept: AggregateState) -> tup
 
 
 def _raise_explained(error: Exception, inputs: _Inputs, state: State) -> NoReturn:
-    """Raise the error of a step, with a message that names the argument of `aggregate` that caused the error."""
+    """Raise the error of an aggregation step again, with a message that names the invalid argument of `aggregate`."""
     plan, space, _, models, (here, _, *points), _ = inputs
     own = AggregateState.of(state).state
     # All models have been checked, so a row that does not match belongs to the state.

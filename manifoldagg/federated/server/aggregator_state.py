@@ -20,7 +20,12 @@ TaskKey = tuple[Hashable, Hashable]
 
 
 class TaskStart(NamedTuple):
-    """Start of a task: the version of the base, and whether the rule chose another start model for the client."""
+    """Model from which a client starts a task.
+
+    Attributes:
+        version: the version of the server's model at the start of the task.
+        custom_start: whether the rule chose another start model for the client instead of this version.
+    """
 
     version: int
     custom_start: bool
@@ -29,14 +34,15 @@ class TaskStart(NamedTuple):
 class AggregatorState(NamedTuple):
     """Immutable state of an `AsyncAggregator`.
 
-    Every method that changes the state returns a new state. If it raises an error, nothing has changed.
+    Methods such as `with_task` return a new state instead of modifying this state. A failed method therefore has no
+    effect.
 
     Attributes:
         version: the version of the current model.
-        state: the state that `aggregate` has returned.
+        state: the state that the last call of `aggregate` returned.
         weights: the participating clients and their weights.
-        store: the current model, and the older versions with a task in flight.
-        tasks: the start of each task in flight.
+        store: the current model, and each older version from which a task in flight started.
+        tasks: the start of each task in flight, by the client and the name of the task.
     """
 
     version: int
@@ -51,7 +57,11 @@ class AggregatorState(NamedTuple):
         return found
 
     def task_start(self, task: TaskKey) -> TaskStart:
-        """Return the start of a task. If the task is not in flight, raise `ArgumentError`."""
+        """Return the version and the kind of start model of a task.
+
+        Raises:
+            ArgumentError: if the task is not in flight.
+        """
         if task not in self.tasks:
             client, name = task
             mine = [other for owner, other in self.tasks if owner == client]
@@ -88,12 +98,22 @@ class AggregatorState(NamedTuple):
         return state._replace(weights=state.weights.with_client(client)).with_known_task(task, start, stored)
 
     def with_cancelled_task(self, task: TaskKey) -> "AggregatorState":
-        """Return the state without a cancelled task. If the task is not in flight, raise `ArgumentError`."""
+        """Return the state after a task was cancelled.
+
+        Raises:
+            ArgumentError: if the task is not in flight.
+        """
         state = self.without_task(task)
         return state._replace(weights=state.weights.without_ticket(task[0]))
 
     def with_known_task(self, task: TaskKey, start: TaskStart, stored: StoredTree) -> "AggregatorState":
-        """Return the state with a task of a client that already participates. `stored` is as in `with_task`."""
+        """Return the state with a new task of a client that already participates.
+
+        Args:
+            task: the key of the task.
+            start: the start of the task.
+            stored: the model of the version from which the task starts.
+        """
         return self._replace(
             store=self.store.retain(version_key(start.version), stored), tasks=self.tasks.set(task, start)
         )

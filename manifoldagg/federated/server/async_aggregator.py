@@ -1,4 +1,4 @@
-"""The class `AsyncAggregator`, which tracks versions and tasks around the function `aggregate`."""
+"""The class `AsyncAggregator`, which stores models and tasks between calls of the function `aggregate`."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -283,10 +283,10 @@ class AsyncAggregator:
 
     @property
     def in_flight(self) -> dict[TaskKey, int]:
-        """The current staleness of each task in flight, in versions.
+        """The staleness of each task in flight, which is the age of its start model in model versions.
 
-        A key of the dictionary is the pair of the client and the name of the task. A task without a name has the name
-        `None`.
+        Each key of the dictionary is a pair of a client and the name of its task. The name is `None` if `checkout`
+        received no name.
 
         Example:
             >>> import torch
@@ -300,9 +300,9 @@ class AsyncAggregator:
         return {place: now.version - begun.version for place, begun in now.tasks.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return a copy of the complete state, as a tree of tensors and plain values.
+        """Return a copy of the complete state of the aggregator, as nested containers of tensors and plain values.
 
-        Pass the result to `load` to restore the state. You can store it with `torch.save`, or call `save` instead.
+        To restore the state, pass it to `load`. To store it in a file, call `save`, or pass it to `torch.save`.
 
         Raises:
             CheckpointError: if the rule contains a function without an importable name, such as a lambda.
@@ -344,10 +344,10 @@ class AsyncAggregator:
         space: ParameterSpace | None = None,
         replace: bool = False,
     ) -> "AsyncAggregator":
-        """Resume an aggregator if the file at `path` exists. Otherwise, start a new aggregator.
+        """Resume an aggregator from a file. If the file does not exist, start a new aggregator.
 
-        The tasks of the saved aggregator are still in flight. Submit their updates, `cancel` them, or call `checkout`
-        again with `restart=True`.
+        Tasks that were in flight when the file was saved are still in flight. For each of them, submit its update, call
+        `cancel`, or call `checkout` again with `restart=True`.
 
         Args:
             path: the path of a file that `save` has written.
@@ -379,9 +379,9 @@ class AsyncAggregator:
         return aggregator
 
     def load(self, state: Mapping[str, Any], *, replace: bool = False) -> None:
-        """Replace the state of this aggregator by a state that the method `state` returned.
+        """Replace the state of this aggregator by a saved state.
 
-        The format of the models and the option `weights` remain those of the constructor.
+        The aggregator keeps the model format and the option `weights` that its constructor received.
 
         Args:
             state: the result of the method `state`.
@@ -451,7 +451,7 @@ class AsyncAggregator:
         return record
 
     def _start_model(self, now: "AggregatorState", client: Hashable) -> tuple[Any, bool]:
-        """Return the start model of a client, and whether the rule replaced the current model by another one."""
+        """Return the start model for a client, and whether the rule chose another model than the current one."""
         model = as_tensors("model", now.model(now.version))
         point = self._point(model)
         held = AggregateState.of(now.state)

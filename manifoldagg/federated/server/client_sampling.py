@@ -1,6 +1,7 @@
-"""Client samplers, which choose the clients that receive the next tasks.
+"""Client samplers, which choose the clients that receive the next training tasks.
 
-A rule declares its sampler by its attributes. The function `sampler_for` returns this sampler.
+The attributes of an aggregation rule determine which sampler the rule needs. The function `sampler_for` creates this
+sampler.
 """
 
 import abc
@@ -34,10 +35,10 @@ MAX_LISTED = 5
 
 
 class AvailableClients(Sequence[int]):
-    """Ordered set of the available clients, with access by index in constant time.
+    """Ordered set of the available clients, which returns the client at an index in constant time.
 
-    The order depends only on the sequence of additions and removals. The attribute `num_changes` is the number of these
-    changes.
+    The order depends only on the sequence of additions and removals, so that random draws by index are reproducible.
+    The attribute `num_changes` counts these additions and removals.
 
     Example:
         >>> here = AvailableClients([3, 5, 7])
@@ -87,11 +88,12 @@ class AvailableClients(Sequence[int]):
 
 
 class ClientSampler(abc.ABC):
-    """Base class for client samplers, which choose the clients of the next tasks after each event.
+    """Base class of client samplers, which choose the clients that receive the next training tasks.
 
-    The caller reports each event by one call of `start`, `on_completion`, `on_dropout` or `on_join`, in the order of
-    the events. Each of these methods returns a list of clients. The caller then dispatches one task for each entry of
-    the list. The argument `available` contains the clients that accept tasks.
+    A training loop reports each event to the sampler in the order of the events. For example, it calls `on_completion`
+    after a client has finished a task. The methods `start`, `on_completion`, `on_dropout` and `on_join` return a list
+    of clients, and the loop then dispatches one task for each entry of this list. Their argument `available` contains
+    the clients that accept tasks.
 
     Args:
         generator: the random generator, which only the sampler may use.
@@ -106,9 +108,9 @@ class ClientSampler(abc.ABC):
         return self._draw(available)
 
     def on_completion(self, client: int, accepted: bool, available: AvailableClients) -> list[int]:
-        """Return the clients of the next tasks after a client has finished a task.
+        """Return the clients that receive the next tasks after a client has finished a task.
 
-        `accepted` states whether the server has accepted the update.
+        `accepted` states whether the server has accepted the update of this client.
         """
         return self.on_dropout(client, 1, available)
 
@@ -122,9 +124,9 @@ class ClientSampler(abc.ABC):
         return self._draw(available)
 
     def pop_stragglers(self) -> list[int]:
-        """Return the clients whose tasks the caller must cancel, and remove them from the sampler.
+        """Return the clients whose tasks the caller must cancel, because the other clients have completed the round.
 
-        Call this method after each `on_completion`. The sampler no longer counts these tasks as in flight.
+        Call this method after each `on_completion`. The sampler no longer counts the returned tasks as in flight.
         """
         return []
 
@@ -135,7 +137,8 @@ class ClientSampler(abc.ABC):
 class AsyncSampler(ClientSampler):
     """Sampler for asynchronous rules, which keeps a fixed number of tasks in flight.
 
-    Each client has at most one task. The sampler draws the next client uniformly from the idle clients.
+    Each client has at most one task at a time. The sampler draws the clients of new tasks uniformly at random from the
+    clients without a task.
 
     Args:
         concurrency: the number of tasks in flight. `None` means one task for every available client, so that the
@@ -192,15 +195,15 @@ class AsyncSampler(ClientSampler):
 
 
 class CohortSampler(ClientSampler):
-    """Sampler for synchronous rules, which draws a cohort of clients for each round.
+    """Sampler for synchronous rules, which draws a new cohort of clients for each round.
 
-    The sampler draws the clients of a cohort uniformly and without replacement. A cohort is complete when the server
-    has accepted `cohort` updates. The sampler then draws the next cohort.
+    The sampler draws clients uniformly and without replacement. A round ends when the server has accepted `cohort`
+    updates.
 
-    - Over-selection: the sampler also dispatches tasks to `num_additional` clients. When the cohort is complete,
-      `pop_stragglers` returns the clients that have not finished.
-    - Replacements: if no task is in flight but the cohort is not complete, the sampler draws further clients for the
-      rejected and lost updates. It prefers clients that had no task in this cohort.
+    - Over-selection: the sampler also draws `num_additional` clients at the start of each round. At the end of the
+      round, `pop_stragglers` returns the clients that have not finished.
+    - Replacements: if all tasks have ended but updates are missing, because some were rejected or lost, the sampler
+      draws further clients. It prefers clients that had no task in this round.
 
     Args:
         cohort: the number of accepted updates that complete a cohort.
@@ -262,11 +265,11 @@ class CohortSampler(ClientSampler):
 
 
 class RuleSampler(ClientSampler):
-    """Sampler for rules with a method `draw`, which draws the cohorts.
+    """Sampler for rules that choose the clients of each cohort themselves, with a method `draw`.
 
-    At the start, the sampler dispatches one task to each of `concurrency` clients. The rule draws the next cohort when
-    the server has accepted `cohort` updates, or when no task is in flight. The rule may draw a client that is still
-    training. If fewer than `cohort` clients are available, all of them receive a task.
+    At the start, the sampler draws `concurrency` clients, which receive one task each. Later, it calls `draw` when the
+    server has accepted `cohort` updates since the last draw, or when no task is in flight. The rule may choose a client
+    that is still training. If fewer than `cohort` clients are available, all of them receive a task.
 
     Args:
         draw: the method `draw` of the rule. It receives the available clients and the generator, and returns a cohort.
@@ -313,10 +316,10 @@ class RuleSampler(ClientSampler):
 
 
 class RoutedSampler(ClientSampler):
-    """Sampler for rules with a routing, which is the probability that a client receives the next task.
+    """Sampler for rules with a routing, which defines the probability that a client receives the next task.
 
-    The sampler keeps `concurrency` tasks in flight. It may draw a client that is still training. If clients are
-    unavailable, the sampler draws from the other clients, and the ratios of their probabilities remain the same.
+    The sampler keeps `concurrency` tasks in flight, and may draw a client that is still training. If some clients are
+    unavailable, it draws from the available clients only, with renormalised probabilities.
 
     Args:
         shares: the share of all tasks that each client receives.
@@ -417,9 +420,9 @@ def sampler_for(
 
 
 def rule_attribute(rule: Any, name: str) -> Any:
-    """Return an attribute of a rule or, if it has no such attribute, of the rule that it wraps.
+    """Return an attribute of a rule. If the rule lacks the attribute, return that of the rule that it wraps.
 
-    If neither rule has the attribute, the result is `None`.
+    The result is `None` if none of these rules has the attribute.
     """
     while rule is not None and not hasattr(rule, name):
         rule = getattr(rule, "rule", None)

@@ -17,7 +17,7 @@ signed and unsigned integers have the same bits."""
 
 
 def check_flat(space: ParameterSpace) -> None:
-    """Check that all leaves of a space are flat, because points of a curved space cannot be added.
+    """Check that all parameters of a space are flat, so that a difference can be added to a model.
 
     Raises:
         ArgumentError: if a leaf is curved.
@@ -47,9 +47,10 @@ def apply_difference(
 
 
 def _add(start: Tensor, difference: Tensor) -> Tensor:
-    """Return the sum of an entry of the start model and its difference, rounded once to the dtype of `start`.
+    """Add a difference to a tensor of the start model, and round the sum once to the dtype of this tensor.
 
-    Booleans have no differences. In this case, `difference` contains the client's value and is returned.
+    A boolean tensor has no difference. In this case, `difference` contains the client's values, and the function
+    returns them unchanged.
     """
     step = difference.to(start.device)
     if start.dtype is torch.bool:

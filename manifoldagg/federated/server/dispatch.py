@@ -1,4 +1,4 @@
-"""Tickets and messages to clients. The server creates them without waiting for a running update."""
+"""Dispatch of tasks. While the server applies an update, it can still issue tickets and messages to clients."""
 
 import os
 from collections.abc import Hashable
@@ -73,17 +73,21 @@ class TicketIssuer:
         return issued
 
     def round_base(self, current: Tensor) -> Tensor | None:
-        """Round a model to `base_dtype`. Return `None` if there is no `base_dtype`, or if the model overflows."""
+        """Round a model to the dtype in which the server stores the start models of clients.
+
+        Return `None` if the server has no such dtype, or if a value overflows in this dtype.
+        """
         if self._base_dtype is None:
             return None
         base = current.to(self._base_dtype)
         return base if is_finite(base) else None
 
     def _try_issue(self, client: Hashable, retain_base: bool, copies: bool) -> tuple[Ticket, StoredTree | None] | None:
-        """Issue a ticket. Return `None` if another thread has replaced and released the model in the meantime.
+        """Try to issue a ticket for the current model. If the attempt fails, return `None`.
 
-        This matters only if there is a journal. A concurrent checkpoint may not contain the released version, so that a
-        replay of the ticket's record could not find its base.
+        An attempt fails if the server has a journal and another thread has replaced and released the model in the
+        meantime. A checkpoint may then lack this model, so that a replay of the journal after this checkpoint could not
+        restore the ticket.
         """
         core = self._core
         state = core.state.value

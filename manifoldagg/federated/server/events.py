@@ -48,7 +48,7 @@ class TicketEvent(Event):
 
 @dataclass(frozen=True)
 class Dispatched(TicketEvent):
-    """Event after the server has dispatched a task to a client.
+    """Event that the server publishes after it has dispatched a task to a client.
 
     Attributes:
         start_version: the version of the dispatched model.
@@ -59,7 +59,7 @@ class Dispatched(TicketEvent):
 
 @dataclass(frozen=True)
 class Accepted(TicketEvent):
-    """Event after the server has accepted an update.
+    """Event that the server publishes after it has accepted an update.
 
     Attributes:
         receipt: the receipt for the client.
@@ -78,7 +78,7 @@ class Accepted(TicketEvent):
 
 @dataclass(frozen=True)
 class Rejected(Event):
-    """Event after the server has rejected an update.
+    """Event that the server publishes after it has rejected an update.
 
     Attributes:
         client: the client of the ticket. `None` if the ticket is unknown.
@@ -100,12 +100,14 @@ class Rejected(Event):
 
 @dataclass(frozen=True)
 class Dropped(TicketEvent):
-    """Event after `Server.drop` has ended a task."""
+    """Event that the server publishes after `Server.drop` has ended a task."""
 
 
 @dataclass(frozen=True)
 class Expired(TicketEvent):
-    """Event after a ticket has expired, because its update did not arrive within `ServerLimits.timeout` seconds.
+    """Event that the server publishes after a ticket has expired.
+
+    A ticket expires if the server accepts no update for it within `ServerLimits.timeout` seconds.
 
     Attributes:
         latency: the age of the ticket in seconds, measured by the server's clock.
@@ -116,7 +118,7 @@ class Expired(TicketEvent):
 
 @dataclass(frozen=True)
 class CheckpointWritten(Event):
-    """Event after the server has written a checkpoint.
+    """Event that the server publishes after it has written a checkpoint.
 
     Attributes:
         path: the path of the file.
@@ -131,7 +133,9 @@ class CheckpointWritten(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
-    """Event after the server has failed to write a checkpoint. An existing file is unchanged.
+    """Event that the server publishes after it has failed to write a checkpoint.
+
+    An older checkpoint at the same path is unchanged.
 
     Attributes:
         path: the path of the file.
@@ -144,7 +148,7 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class Closed(Event):
-    """Event after the server was closed."""
+    """Event that the server publishes after it was closed."""
 
 
 Callback: TypeAlias = Callable[[Event], object]

@@ -44,7 +44,10 @@ def warn_about_update(
     current: Mapping[str, Tensor],
     hint: str | None,
 ) -> None:
-    """Warn if a client's model is probably a difference of models, or if it changes integers without a policy.
+    """Warn about two probable mistakes in the update of a client.
+
+    - The update looks like a difference of two models instead of a model.
+    - The update changes an integer buffer without an aggregation policy, so that the server ignores the change.
 
     Args:
         name: the argument that contains the update, for the message.
@@ -76,10 +79,11 @@ def warn_if_difference(
     buffers: Iterable[tuple[str, Any]],
     hint: str,
 ) -> None:
-    """Warn if all tensors of an update have much smaller norms than the tensors of its base.
+    """Warn if an update looks like a difference of two models instead of a model.
 
-    Such an update is probably a difference of models. Call this function before you validate buffers. A difference of
-    models often contains negative variances, and this function explains the reason.
+    This is the case if every tensor of the update has a much smaller norm than the same tensor of the model from which
+    the client started. Call this function before the validation of buffers. A difference often contains negative
+    variances, and this function explains them better than the validation.
 
     Args:
         name: the argument that contains the update, for the message.
@@ -119,7 +123,7 @@ def warn_if_difference(
 
 
 def warn_if_adapter_factors(name: str, model: Iterable[str], hint: str) -> None:
-    """Warn if a model contains adapter factors, because without `adapters` the server averages them separately."""
+    """Warn if a model contains LoRA factors, which the server averages separately without the option `adapters`."""
     found = find_first_factor(model)
     if found is not None:
         warn_caller(f"{name}: {found}: the factors of adapters would be averaged separately; {hint}")
@@ -128,9 +132,9 @@ def warn_if_adapter_factors(name: str, model: Iterable[str], hint: str) -> None:
 def warn_if_integers_change(
     name: str, space: ParameterSpace, update: Mapping[str, Tensor], current: Mapping[str, Tensor]
 ) -> None:
-    """Warn if a client has changed an integer buffer without a policy, because the server ignores the change.
+    """Warn if a client has changed an integer buffer without an aggregation policy. The server ignores the change.
 
-    Counters are excluded. A counter is a buffer with a single integer.
+    Buffers with a single integer, which are counters, cause no warning.
     """
     named = dict(space.buffer_policies)
     for entry in space.layout.buffers:
@@ -155,9 +159,9 @@ def _has_negative(tensor: Any) -> bool:
 
 
 def _norm(tensor: Tensor, limit: int | None) -> float:
-    """Return the norm of the first `limit` entries of a tensor, or of all entries if `limit` is `None`.
+    """Return the norm of up to `limit` entries of a tensor, or of all entries if `limit` is `None`.
 
-    A norm that is not finite is returned as infinity.
+    If the norm is not finite, return infinity.
     """
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() or limit is None else tensor.detach()[:1].reshape(-1)
     looked = flat[:limit]

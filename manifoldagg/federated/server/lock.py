@@ -13,8 +13,8 @@ class OwnedLock:
     """Reentrant lock that reports whether the current thread owns it.
 
     Attributes:
-        lock: the lock, for `with` statements. `with` acquires a lock of the C implementation in one bytecode
-            instruction, so that an interrupt cannot leave it locked.
+        lock: the lock to use in `with` statements. A `with` statement acquires this lock in one bytecode instruction of
+            the C implementation, so that an interrupt cannot leave it locked.
 
     Example:
         >>> mine = OwnedLock()
@@ -40,13 +40,13 @@ class OwnedLock:
 
 
 class PendingUpdate:
-    """Update that a call is processing.
+    """Update that a call of `Server.receive` is processing.
 
     Attributes:
         ticket: the id of the ticket.
         thread: the id of the calling thread.
-        position: the position in the queue. `None` until the update is enqueued.
-        alive_lock: a lock that the call owns until it ends. The lock is also released if an interrupt ends the call.
+        position: the position in the queue of updates. `None` until the update is enqueued.
+        alive_lock: a lock that the call owns until it ends. An interrupt that ends the call also releases the lock.
     """
 
     __slots__ = ("alive_lock", "position", "thread", "ticket")
@@ -111,7 +111,8 @@ class UpdateLock(OwnedLock):
     def check_process(self) -> None:
         """Check that this process has created the server.
 
-        A forked process has only a copy of the server, with which no client communicates.
+        A forked process contains only a copy of the server. This copy is read-only, because no client communicates with
+        it.
 
         Raises:
             ArgumentError: if this process is a fork of the server's process.

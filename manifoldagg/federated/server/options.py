@@ -46,9 +46,9 @@ class InitialModel(KeywordHints):
 
 @dataclass(frozen=True)
 class ServerLimits(KeywordHints):
-    """Limits on the updates, the tickets, the queue and the stored records of a server.
+    """Limits of a server: on updates, on tickets in flight, on queued updates and on stored records.
 
-    A limit of `None` is disabled.
+    `None` disables a limit.
 
     Args:
         update: the limits that each update must satisfy.
@@ -90,9 +90,9 @@ class ServerLimits(KeywordHints):
 
     @classmethod
     def of(cls, limits: "ServerLimits | UpdateLimits") -> "ServerLimits":
-        """Convert an `UpdateLimits` to a `ServerLimits` with defaults for the other limits.
+        """Convert an `UpdateLimits` to a `ServerLimits`, in which all other limits have their defaults.
 
-        A `ServerLimits` is returned unchanged. Other values raise `ArgumentError`.
+        A `ServerLimits` is returned unchanged. Values of other types raise `ArgumentError`.
         """
         if isinstance(limits, UpdateLimits):
             return cls(limits)
@@ -139,7 +139,10 @@ class MemoryPolicy(KeywordHints):
             raise ArgumentError(f"base_dtype: expected a torch.dtype, got {short_repr(self.base_dtype)}")
 
     def tree(self) -> dict[str, Any]:
-        """Return the policy as plain values for `of_tree`. The folder is omitted, because it depends on the machine."""
+        """Return the policy as plain values, from which `of_tree` restores it.
+
+        The folder of the temporary files is omitted, because it depends on the machine.
+        """
         dtype = None if self.base_dtype is None else str(self.base_dtype).removeprefix("torch.")
         return {"limit": self.limit, "base_dtype": dtype}
 

@@ -31,14 +31,15 @@ HistoryRow = dict[str, object]
 
 
 class PendingTicket(NamedTuple):
-    """Ticket in flight.
+    """Ticket that the server has issued to a client and that is still open.
 
     Attributes:
         client: the client that the ticket was issued to.
         version: the version of the model at the dispatch.
-        base_key: the key of the base in the store. `None` if the server does not store the base.
-        issued_at: the time of the dispatch, in seconds of the clock.
-        custom_start: whether the rule replaced the base by another start model for the client.
+        base_key: the key under which the server stores the base, from which the client started. `None` if the server
+            does not store the base.
+        issued_at: the time of the dispatch, in seconds of the server's clock.
+        custom_start: whether the rule chose another start model than the base for the client.
     """
 
     client: Hashable
@@ -91,7 +92,13 @@ class PendingNotification(NamedTuple):
 
 
 class LogRecord(NamedTuple):
-    """Journal record: the kind of a change, the inputs of the change, and the bytes of the payload if it has one."""
+    """Record of one change in the journal of a server.
+
+    Attributes:
+        kind: the kind of the change, such as `"dispatched"`.
+        content: the inputs of the change.
+        payload: the bytes of the client's payload. Only accepted updates have a payload.
+    """
 
     kind: str
     content: dict[str, Any]
@@ -99,14 +106,14 @@ class LogRecord(NamedTuple):
 
 
 class PendingLog(NamedTuple):
-    """Pending records of a journal.
+    """Journal records that the server has not yet written to the file.
 
     Attributes:
         name: the name of the journal. Each resumed server starts a journal with a new name.
-        chain: the chained checksum of all records so far. The checksum of each record also covers the checksum of the
-            previous record.
-        records: the records that are not yet written, by log sequence number.
-        rejected: the number of rejected updates for each invalid field, at the time of the last record.
+        chain: the checksum of the latest record. The checksum of each record also covers the checksum of the previous
+            record.
+        records: the unwritten records, by log sequence number.
+        rejected: the number of rejected updates for each invalid field, at the time of the latest record.
     """
 
     name: str
@@ -142,10 +149,10 @@ def make_receipt(applied: AppliedUpdate) -> Receipt:
 
 
 def history_row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> HistoryRow:
-    """Return a row of the history as a dictionary of plain Python values.
+    """Return a row of the server's history as a dictionary of plain Python values.
 
-    The metric `buffered`, which is the number of buffered updates, becomes the column `waiting`. The column `buffered`
-    contains the boolean of the receipt.
+    Both the receipt and the metrics of the rule contain a value `buffered`. The column `buffered` contains the value of
+    the receipt, which is a boolean. The column `waiting` contains the metric, which is the number of buffered updates.
 
     Example:
         >>> history_row("ward-7", 10, Receipt(True, "", 1, step=0.5), {"rate": 0.25, "buffered": 2.0})["waiting"]

@@ -1,4 +1,4 @@
-"""The class `Server`, which stores the model and applies the updates of clients with any rule."""
+"""The class `Server`, which stores the global model and applies the updates of clients with an aggregation rule."""
 
 import dataclasses
 import logging
@@ -207,7 +207,9 @@ class Server:
         personal: Sequence[str] = (),
         **options: Any,
     ) -> "Server":
-        """Create a server from a PyTorch module or a state dict. The server also stores the buffers of the model.
+        """Create a server whose initial model is a PyTorch module or a state dict.
+
+        The server also stores the buffers of the model, such as the running means of batch normalisation.
 
         Args:
             model: a module or a state dict with the initial values. It is not modified.
@@ -263,9 +265,9 @@ class Server:
         scaling: Scaling = 1.0,
         **options: Any,
     ) -> "Server":
-        """Resume a server if its checkpoint or its journal exists. Otherwise, start a new server.
+        """Resume a server from its checkpoint or its journal. If neither of them exists, start a new server.
 
-        The same call therefore starts a server and restarts it after a crash, even after a crash before the first
+        A program can therefore start and restart a server with the same call, even after a crash before the first
         checkpoint. After a restart, `orphaned_tickets` contains the tickets of the interrupted tasks. Dispatch these
         tasks again, or call `drop` for their tickets.
 
@@ -461,7 +463,7 @@ class Server:
         rule: Rule,
         options: Mapping[str, Any],
     ) -> LoadedCheckpoint:
-        """Replay the journal records on a temporary server, and return a checkpoint of its final state."""
+        """Replay the journal records on a temporary server, and return the state of this server as a checkpoint."""
         spill = options.get("memory", MemoryPolicy()).spill
         replayed = {
             "averaging": options.get("averaging"),
@@ -498,9 +500,10 @@ class Server:
 
     @no_grad
     def dispatch_shared(self, client: Hashable) -> tuple[Ticket, StoredTree | None]:
-        """Dispatch the current model like `dispatch`, but without a copy of the model.
+        """Dispatch the current model without copying it. In all other respects, the method works like `dispatch`.
 
-        Use this method if you serialise the message immediately.
+        Use this method only if you serialise the message immediately, because the message shares memory with the
+        server.
 
         Returns:
             The ticket and the stored base. The message of the ticket shares memory with the server, so you must not
@@ -531,10 +534,11 @@ class Server:
         client: Hashable = ANY_CLIENT,
         codec: Codec | None = None,
     ) -> Receipt:
-        """Validate and apply the update that a client returns for a ticket.
+        """Validate the update that a client returns for a ticket, and apply it to the model.
 
-        `receive` is idempotent. An accepted update closes its ticket, and a later call with a closed ticket returns the
-        original receipt and ignores the new payload. A client can therefore repeat a request whose response was lost.
+        The method is idempotent. An accepted update closes its ticket. A later call with the same ticket returns the
+        original receipt and ignores the new payload. If a response was lost, the client can therefore safely repeat its
+        request.
 
         Args:
             ticket: the ticket or its id.
@@ -589,8 +593,8 @@ class Server:
     ) -> Receipt:
         """Validate and apply an update that a client returns as the state dict of its module.
 
-        This method is `receive` for models in the format of PyTorch. It is also idempotent, and it raises the same
-        exceptions.
+        The method works like `receive`, but it accepts models in the format of PyTorch. It is also idempotent and
+        raises the same exceptions.
 
         Args:
             ticket: the ticket or its id.
@@ -638,10 +642,10 @@ class Server:
         self._updates.flush()
 
     def expire(self) -> list[str]:
-        """Close the tickets that are older than `ServerLimits.timeout` seconds, and return their ids.
+        """Close the tickets that are older than `ServerLimits.timeout` seconds, and return their ids, the oldest first.
 
-        The oldest ticket comes first. `dispatch` and `receive` also close these tickets, so you need this method only
-        if neither is called for a long time. Without a timeout, no ticket expires.
+        `dispatch` and `receive` also close these tickets, so you need this method only if neither is called for a long
+        time. Without a timeout, no ticket expires.
         """
         self._updates.lock.check_process()
         expired = self._updates.expire()
@@ -649,10 +653,10 @@ class Server:
         return expired
 
     def on_event(self, callback: Callback) -> Callable[[], None]:
-        """Subscribe a callback to the later events of the server, such as accepted updates.
+        """Subscribe a callback to all later events of the server, such as accepted updates.
 
-        The server calls the callback with each event before the method that caused the event returns. A slow callback
-        therefore delays these methods. The server logs an exception of the callback and continues.
+        The server calls the callback before the method that caused the event returns. A slow callback therefore delays
+        the methods of the server. If a callback raises an exception, the server logs it and continues.
         [`EventDispatcher`][manifoldagg.federated.server.durability.subscriptions.EventDispatcher] describes the order
         of events, concurrent calls and interrupts.
 
@@ -685,7 +689,7 @@ class Server:
         return copy_tensor(self._state.value.model_state.current)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the current model and its buffers as a state dict, in the dtypes of the original model.
+        """Return the current model and its buffers as a state dict, in the dtypes of the initial model.
 
         Raises:
             ArgumentError: if the space is not a `ParameterSpace`.
@@ -694,7 +698,7 @@ class Server:
         return check_parameter_space(self.space).state_dict(now.current, now.buffers or None)
 
     def spec(self) -> dict[str, Any]:
-        """Return the specification of the space as JSON values, so that a client can build the same space.
+        """Return the specification of the parameter space as JSON values. A client can build an equal space from it.
 
         Raises:
             ArgumentError: if the space is not a `ParameterSpace`, or if a parameter has a manifold that another package
@@ -710,10 +714,11 @@ class Server:
         return check_parameter_space(self.space).spec()
 
     def capped_samples(self, client: Hashable, samples: int) -> int:
-        """Return the sample count of a client for weighted means over clients.
+        """Return the number of samples with which a client counts in a weighted mean over clients.
 
-        If `weights` is a mapping, the method returns the count in this mapping. Otherwise, it returns the reported
-        count `samples`, limited to `UpdateLimits.samples_factor` times the median of the other clients' counts.
+        If the server's option `weights` is a mapping, the method returns the number in this mapping. Otherwise, it
+        returns the reported number `samples`, limited to `UpdateLimits.samples_factor` times the median of the other
+        clients' numbers.
         """
         weights = self._state.value.weights
         # `Weights` caps a count only if its kind is "observed", but this method also caps counts for uniform weights.
@@ -721,9 +726,10 @@ class Server:
         return weights.sample_counts.get(client) or observed.capped(client, samples)
 
     def averaged(self) -> Float[Tensor, " P"]:
-        """Return a copy of the average over the versions of the model (P,).
+        """Return a copy of the average over the model versions as a vector (P,), where P is the number of parameters.
 
-        If the server has no `averaging`, the method returns a copy of the current model. It waits for a running update.
+        The method first waits for a running update. If the server was created without `averaging`, the method returns a
+        copy of the current model.
 
         Raises:
             ArgumentError: if the method is called within an update or a journal write.
@@ -751,14 +757,18 @@ class Server:
 
     @property
     def orphaned_tickets(self) -> list[str]:
-        """The ids of the tickets in flight that were issued before the server was resumed, the oldest first."""
+        """The ids of the tickets that were issued before the server was resumed and are still in flight.
+
+        The oldest ticket comes first.
+        """
         return [name for name in self.tickets if name in self._restored_tickets]
 
     @property
     def history(self) -> list[HistoryRow]:
-        """The latest `ServerLimits.history_size` accepted updates as dictionaries, for example for a pandas data frame.
+        """The latest accepted updates as dictionaries, for example for a pandas data frame.
 
-        Each row contains the client, the sample count, the fields of the receipt and the metrics of the rule.
+        Each dictionary contains the client, the sample count, the fields of the receipt and the metrics of the rule.
+        The option `ServerLimits.history_size` limits the number of updates in the history.
         """
         return [dict(row) for row in self._state.value.history.values()]
 
@@ -769,19 +779,22 @@ class Server:
 
     @property
     def memory(self) -> dict[str, int]:
-        """The memory usage of the server in bytes.
+        """The memory usage of the server in bytes, as a dictionary with these keys:
 
-        The keys are `model`, `state` (the state of the rule and the buffers), `versions` (the older versions), and
-        `clients` (the client states). The key `spilled` is the size of the versions and client states in files.
+        - `model`: the current model
+        - `state`: the state of the rule, and the buffers of the model
+        - `versions`: the older versions of the model in memory
+        - `clients`: the client states in memory
+        - `spilled`: the older versions and client states that were moved to files
         """
         return self._state.value.memory_usage()
 
     @no_grad
     def save(self, path: str | Path | None = None) -> None:
-        """Write a checkpoint, and replace an existing file atomically.
+        """Write a checkpoint with the complete state of the server, including the average over the model versions.
 
-        The checkpoint contains the complete state of the server and the state of the average. `save` waits for a
-        running update. The server can apply further updates while `save` writes the file.
+        The method replaces an existing file atomically. It waits for a running update. The server can apply further
+        updates while `save` writes the file.
 
         If the server has a journal, `save` deletes the journal records that the checkpoint replaces. A server with
         automatic checkpoints deletes them only if `path` is the path of these checkpoints.
@@ -804,9 +817,9 @@ class Server:
         self._durability.save(path, self._updates.snapshot)
 
     def snapshot(self) -> ServerSnapshot:
-        """Return the content that `save` writes, as an immutable object.
+        """Return the content of the checkpoint that `save` would write, as an immutable object.
 
-        Use this method to store the server together with other data in your own file.
+        Use this method to store the server in your own file, together with other data.
 
         Raises:
             ArgumentError: if the server was closed, or if the method is called within an update or a journal write.
@@ -817,8 +830,8 @@ class Server:
     def close(self) -> None:
         """Close the server: drop all tickets, delete the client states, and close all files.
 
-        You can still read the model, the receipts and the history of a closed server. If an update is being applied or
-        a checkpoint is being written, the method waits until this is done.
+        The method waits for a running update and for a checkpoint that is being written. You can still read the model,
+        the receipts and the history of a closed server.
 
         Raises:
             ArgumentError: if the method is called within an update or a journal write.

@@ -1,4 +1,4 @@
-"""The state of a server, as one immutable record. Every change replaces the whole record atomically."""
+"""State of a server as one immutable record, which every change replaces atomically."""
 
 import hashlib
 import math
@@ -135,7 +135,7 @@ class ServerState(NamedTuple):
         return after.with_event(Dispatched, client=ticket.client, ticket=ticket_id, start_version=ticket.version)
 
     def admit(self, ticket_id: Any, client: Any) -> PendingTicket | Receipt:
-        """Return a ticket in flight if its update can be applied. If the ticket is closed, return its receipt.
+        """Return the ticket of an update if it is in flight. If the ticket is closed, return its receipt.
 
         Args:
             ticket_id: the id of the ticket.
@@ -168,7 +168,10 @@ class ServerState(NamedTuple):
         return most is not None and self.model_state.version - version > most
 
     def without_stale_versions(self, keys: Iterable[StoreKey]) -> "ServerState":
-        """Return the state without the stored trees among `keys` whose versions exceed `max_staleness`."""
+        """Return the state without stored models that are too old for further updates.
+
+        The method checks only the models under `keys`. A model is too old if its staleness exceeds `max_staleness`.
+        """
         held = self.store.entries
         stale = [key for key in keys if key in held and key[0] != "client" and self._is_stale(cast(int, key[1]))]
         released = [key for key in stale for _ in range(held[key][1])]
@@ -279,7 +282,11 @@ class ServerState(NamedTuple):
         )
 
     def _store_after(self, applied: AppliedUpdate) -> Store:
-        """Return the store after an update: add the new model and the new client state, and release the base."""
+        """Return the store after an update, with the new model and the new state of the client.
+
+        The store releases the previous model, and the base model from which the client started. It keeps a released
+        model only if other tickets need it.
+        """
         released: list[StoreKey] = []
         retained: dict[StoreKey, StoredTree | None] = {}
         if applied.model is not None:
@@ -320,7 +327,7 @@ class ServerState(NamedTuple):
     def log_truncated(self, lsn: int) -> "ServerState":
         """Return the state without the pending journal records before the log sequence number `lsn`.
 
-        The journal calls this method after it has written these records.
+        The journal writer calls this method after it has written these records to the file.
         """
         if self.pending_log is None:
             return self
@@ -330,9 +337,10 @@ class ServerState(NamedTuple):
         return self._replace(pending_log=self.pending_log._replace(records=changes))
 
     def without_ticket(self, ticket_id: str, receipt: Receipt | None = None) -> "ServerState":
-        """Return the state without a ticket in flight, whose base is released.
+        """Return the state after a ticket in flight has ended, and release the base model of the ticket.
 
-        If the ticket has a receipt, the state stores it for repeated requests. A dropped ticket has no receipt.
+        If the ticket ends with a receipt, the state stores the receipt for repeated requests. A dropped ticket has no
+        receipt.
         """
         ticket = self.tickets[ticket_id]
         closed = self.closed_tickets
@@ -347,7 +355,11 @@ class ServerState(NamedTuple):
         )
 
     def with_dropped_ticket(self, ticket_id: Any) -> "ServerState":
-        """Return the state without a dropped ticket. If the ticket is not in flight, raise `ArgumentError`."""
+        """Return the state after a ticket was dropped.
+
+        Raises:
+            ArgumentError: if the ticket is not in flight.
+        """
         client = self.pending(ticket_id).client
         return (
             self.without_ticket(ticket_id)
@@ -358,9 +370,10 @@ class ServerState(NamedTuple):
     def with_rejection(
         self, ticket_id: Any, reason: str, received_at: float, *, is_final: bool = False, norms: Norms | None = None
     ) -> tuple["ServerState", Receipt]:
-        """Return the state after a rejected update, and the receipt of the rejection.
+        """Return the state after the rejection of an update, and the receipt of this rejection.
 
-        The state counts the rejection by the first field in its reason.
+        The state counts the rejections for each invalid field. The reason of a rejection starts with the name of this
+        field.
 
         Args:
             ticket_id: the id of the ticket.
@@ -398,9 +411,9 @@ class ServerState(NamedTuple):
         return state, receipt
 
     def without_expired(self, now: float, exclude: Collection[str] = ()) -> tuple["ServerState", list[str]]:
-        """Return the state without the tickets that have expired at time `now`, and the ids of these tickets.
+        """Return the state without the tickets that have expired at the time `now`, and the ids of these tickets.
 
-        The tickets in `exclude` do not expire, because their updates are being processed.
+        The tickets in `exclude` do not expire, because the server is already processing their updates.
         """
         timeout = self.limits.timeout
         # Most calls find no expired ticket. Checking the oldest ticket first takes constant time.
@@ -425,7 +438,7 @@ class ServerState(NamedTuple):
         return None if found is None else found[1]
 
     def close(self) -> "ServerState":
-        """Return the state of a closed server, which retains only the current model, the receipts and the history."""
+        """Return the state of the closed server, without tickets, client states and older versions of the model."""
         current = self.store.entries[self.current_key][0]
         state = self._replace(
             store=Store().retain(self.current_key, current),

@@ -54,9 +54,10 @@ def model_space(
     *,
     is_resumed: bool = False,
 ) -> tuple[ParameterSpace, BufferPolicy]:
-    """Return the space of a model and the policies of its buffers.
+    """Return the parameter space of a model, and the aggregation policies of its buffers.
 
-    The arguments are as in `Server.of`. If `is_resumed`, error messages refer to `Server.resume` instead.
+    The arguments are as in `Server.of`. If `is_resumed` is true, error messages refer to `Server.resume` instead of
+    `Server.of`.
     """
     kinds = "a torch.nn.Module or a state dict"
     usage = "Server.of(model, rule)"
@@ -88,7 +89,7 @@ def model_space(
 
 
 def _check_module_options(adapters: bool | None, scaling: Scaling) -> None:
-    """Check that the adapter options have their defaults, because a space of a module has no adapters."""
+    """Check that the options for adapters are not set, because they apply only to state dicts."""
     if adapters is not None and check_choice("adapters", adapters, (True, False)):
         raise ArgumentError(
             "adapters: expected False for a module, got True; pass the state dict "
@@ -114,10 +115,10 @@ def resumed_space(
     adapters: bool | None,
     scaling: Scaling,
 ) -> tuple[Manifold, BufferPolicy | None]:
-    """Return the space of a resumed server and the new policies of the buffers.
+    """Return the parameter space of a resumed server, and the new aggregation policies of its buffers.
 
-    `saved_policies` contains the policies in the checkpoint by buffer name. The other arguments are as in
-    `Server.resume`. The returned policies are `None` if the server keeps the saved policies.
+    The policies are `None` if the server keeps the saved policies. `saved_policies` contains the saved policy of each
+    buffer by its name. The other arguments are as in `Server.resume`.
     """
     if isinstance(model, Manifold):
         check_no_model_options(manifolds, adapters, scaling)
@@ -131,7 +132,10 @@ def resumed_space(
 
 
 def check_no_model_options(manifolds: Assignment | None, adapters: bool | None, scaling: Scaling) -> None:
-    """Check that the options of modules and state dicts have their defaults, because a space determines them.
+    """Check that the options `manifolds`, `adapters` and `scaling` have their defaults.
+
+    If a caller passes a space instead of a model, it must not set these options, because the space already contains
+    their values.
 
     Raises:
         ArgumentError: if an option has another value.
@@ -174,7 +178,7 @@ def payload_loader(
 
 
 def map_paths(label: str, models: Any) -> tuple[Any, list[CheckpointFiles]]:
-    """Replace a path, or each path in a list or tuple, by the tensors of its checkpoint, which are mapped into memory.
+    """Replace each checkpoint path by a state dict whose tensors are mapped into memory.
 
     Args:
         label: the name of the argument in error messages.
@@ -210,10 +214,11 @@ def _payload(
     load_base: Callable[[], Tensor | None],
     scaling: Scaling | None,
 ) -> Payload:
-    """Build a payload from a client's state dicts.
+    """Build a payload from the state dict of a client, or from the state dicts of the control points of a curve.
 
-    If the model has narrower dtypes than the server's master model, the client has trained from a rounded base. The
-    function then adds the rounding error of the base to the points. Otherwise, every update would contain this error.
+    If the server's master model has a wider dtype than the client's model, the client has trained from a rounded start
+    model. Without a correction, every update would contain the rounding error. The function therefore adds the
+    difference between the exact and the rounded start model.
 
     Args:
         schema: the schema of the server's payloads.
@@ -268,7 +273,11 @@ def _payload(
 
 
 def _restore_rounding(space: ParameterSpace, points: list[Tensor], start: Tensor) -> list[Tensor]:
-    """Add the rounding error of the start model to the points. The client has trained from the rounded start model."""
+    """Correct the control points of a client that has trained from a rounded start model.
+
+    The function adds the difference between the exact and the rounded start model to the flat and low-rank parameters
+    of each control point.
+    """
     (began,) = space.points({"": space.stack_factors(space.state_dict(start))})
     curved = dict(space.manifolds)
     found = []

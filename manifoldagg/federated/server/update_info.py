@@ -12,7 +12,7 @@ __all__ = ["UpdateInfo"]
 
 @dataclass(frozen=True)
 class UpdateInfo(KeywordHints):
-    r"""Information about an update that [`aggregate`][manifoldagg.aggregate] needs in addition to the models.
+    r"""Properties of a client's update that [`aggregate`][manifoldagg.aggregate] needs in addition to the models.
 
     Args:
         client: the name of the client. Rules with client states need it.

@@ -1,4 +1,4 @@
-"""Processing of updates: the checks of ticket and payload, the step of the rule, and the publication of the result."""
+"""Processing of client updates: the validation, the step of the aggregation rule, and the publication of the result."""
 
 import logging
 import math
@@ -36,7 +36,14 @@ LOG = logging.getLogger("manifoldagg")
 
 
 class Request(NamedTuple):
-    """Unchecked arguments of a call of `receive`, and the time of the call in seconds of the clock."""
+    """Arguments of a call of `Server.receive` before their validation.
+
+    Attributes:
+        ticket_id: the id of the ticket.
+        client: the client that returns the update, or `ANY_CLIENT`.
+        names: a mapping from the fields of the payload to the arguments of the caller, for error messages.
+        received_at: the time of the call, in seconds of the server's clock.
+    """
 
     ticket_id: Any
     client: Hashable
@@ -45,13 +52,13 @@ class Request(NamedTuple):
 
 
 class UpdateProcessor:
-    """Processor that validates the updates of a server, applies them one at a time, and publishes the results.
+    """Processor that validates the updates of clients, applies one update at a time, and publishes the results.
 
     Attributes:
         lock: the lock that serialises updates.
-        free_list: the memory of released models. The next step writes the new model to this memory.
-        recycle: the function that adds the memory of a released model to `free_list`. `None` if the server has an
-            average, because the average may store models.
+        free_list: the memory of models that the server no longer needs. The next step writes the new model to it.
+        recycle: the function that adds the memory of a model to `free_list`. `None` if the server averages the model
+            versions, because the average may store them.
     """
 
     def __init__(
@@ -122,7 +129,10 @@ class UpdateProcessor:
         return receipt
 
     def expire(self) -> list[str]:
-        """Expire old tickets and return their ids. Tickets whose updates are being processed do not expire."""
+        """Close the tickets that have exceeded their timeout, and return their ids.
+
+        A ticket does not expire while the server processes its update.
+        """
         if self._timeout is None:
             return []
         now = self._clock()
@@ -163,10 +173,11 @@ class UpdateProcessor:
         return snapshot
 
     def notify_average(self) -> None:
-        """Pass the pending versions to the average, in order.
+        """Pass new versions of the model to the average over all versions, in order.
 
-        If an interrupt ends the call of the average, the next call passes the same version again. If the average raises
-        an exception, the version counts as passed, and the exception propagates.
+        If an interrupt such as `KeyboardInterrupt` ends the call of the average, the next call passes the same version
+        again. If the average raises another exception, it propagates, and the next call continues with the next
+        version.
         """
         while self._averaging is not None and (pending := self._state.value.pending_notifications):
             failure = None
@@ -185,7 +196,10 @@ class UpdateProcessor:
         self.deliver_events()
 
     def deliver_events(self) -> None:
-        """Deliver pending events to the subscribers. Within an update, do nothing, because its end delivers them."""
+        """Deliver the pending events to the subscribers.
+
+        A call within an update does nothing, because the server delivers the events at the end of the update.
+        """
         if self._state.value.subscriptions and not self.lock.held_by_me():
             self._dispatcher.drain()
 
@@ -238,7 +252,7 @@ class UpdateProcessor:
     def _apply(
         self, request: Request, payload: Payload, packed: bytes | memoryview, recorded: Mapping[str, Any] | None = None
     ) -> Receipt:
-        """Compute the step of an update and publish the result.
+        """Compute the aggregation step of an update, and publish the new state of the server.
 
         During a journal replay, `recorded` contains the sample count and the weights of the original run.
         """
@@ -281,10 +295,11 @@ class UpdateProcessor:
         return self._state.update(lambda now: now.with_update(applied))
 
     def _reject(self, request: Request, error: ManifoldAggError) -> Receipt:
-        """Record a rejection and return its receipt, whose reason contains the caller's name of the invalid argument.
+        """Record the rejection of an update, and return its receipt.
 
-        If the version of the ticket is too old, or if the spill file of the base was lost, no update can be accepted.
-        The rejection then closes the ticket.
+        The reason in the receipt starts with the caller's name of the invalid argument. If no later update can be
+        accepted, the rejection also closes the ticket. This is the case if the start model of the client is too old or
+        was lost.
         """
         reason = rename_argument(str(error), request.names)
         is_final = isinstance(error, StaleTicketError) or (isinstance(error, SpillError) and not error.temporary)

@@ -93,7 +93,10 @@ def check_rule(rule: Rule, usage: str = "") -> Rule:
 
 
 def _check_no_flower_strategy(given: object) -> None:
-    """Raise `ArgumentError` for a Flower strategy. The check uses class names, because Flower may not be installed."""
+    """Raise `ArgumentError` if the value is a Flower strategy instead of an aggregation rule.
+
+    The function compares class names, because Flower may not be installed.
+    """
     kind = given if isinstance(given, type) else type(given)
     theirs = [base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "flwr"]
     if "Strategy" not in theirs:
@@ -140,7 +143,11 @@ class PayloadSchema:
     def of(
         cls, space: Manifold, rule: Rule, start: Tensor, buffers: tuple[Entry, ...], update_limits: UpdateLimits
     ) -> "PayloadSchema":
-        """Return the schema of the payloads that a rule requires, with the dtype and the device of `start`."""
+        """Return the schema of the payloads that a rule requires.
+
+        The models in a payload must have the dtype of the initial model `start`. The server moves them to the device of
+        `start`.
+        """
         tensors, numbers = extra_fields(rule)
         names = frozenset(getattr(rule, "self_checked", ())) if space.flat else frozenset()
         checked = {f"tensors: {name}" for name in tensors if name in names}
@@ -153,9 +160,10 @@ class PayloadSchema:
         )
 
     def check_values(self, field: str, tensor: Tensor, *, is_point: bool = True) -> Tensor:
-        """Return a tensor if its values are finite and, for a point, on the manifold.
+        """Check the values of a tensor, and return the tensor.
 
-        The method does not check the finiteness of self-checked fields.
+        All values must be finite, and a point of a curved space must be on the manifold. If the rule itself checks that
+        a field is finite, the method skips this check.
 
         Raises:
             ArgumentError: if the values are invalid. The message starts with `field`.
@@ -176,10 +184,11 @@ class PayloadSchema:
 
 
 def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: bool) -> Payload:
-    """Validate an untrusted payload, and return it with plain numbers and plain tensors on the device of the server.
+    """Validate a payload from an untrusted client, and convert it to plain numbers and plain tensors.
 
-    Objects in the payload may have methods that raise exceptions or return another value in each call. The function
-    therefore converts all values to plain types. It does not copy tensors that need no conversion.
+    The conversion is necessary, because methods of untrusted objects may raise exceptions or return another value in
+    each call. The tensors of the result are on the device of the server. A tensor that needs no conversion is not
+    copied.
 
     Args:
         schema: the schema of the payloads.
@@ -273,7 +282,7 @@ def initial_state(rule: Rule, space: Manifold, start: Point, names: Mapping[str,
 
 
 def _call_untrusted(name: str, function: Callable[[], T]) -> T:
-    """Call a function that runs the code of an untrusted object. Convert its exceptions to `ArgumentError`."""
+    """Call a function that may run the code of an untrusted object, and convert its exceptions to `ArgumentError`."""
     try:
         return function()
     except Exception as error:
@@ -281,7 +290,10 @@ def _call_untrusted(name: str, function: Callable[[], T]) -> T:
 
 
 def _check_vectors(schema: PayloadSchema, name: str, value: Any, *batch: int | None) -> Tensor:
-    """Validate dense points (*batch, *axes) in the dtype of the server, and move them to its device."""
+    """Check the shape and the dtype of a tensor of points, and move it to the device of the server.
+
+    The shape is (*batch, *axes), where `axes` is the shape of one point. The tensor must be dense.
+    """
     # `type` is safe, whereas the `__class__` of an untrusted object may be wrong or raise an exception.
     tensor = require_dense(name, value) if issubclass(type(value), Tensor) else value
     check_shape(name, tensor, *batch, *schema.axes)
@@ -316,7 +328,10 @@ def check_samples(value: Any, max_samples: int) -> int:
 
 
 def _as_int(value: Any) -> int | None:
-    """Convert a value to a plain integer. Return `None` if it is not an integer, or if its methods disagree."""
+    """Convert an untrusted value to a plain integer.
+
+    Return `None` if the value is not an integer, or if its methods return different integers.
+    """
     if isinstance(value, bool) or not isinstance(value, int | Integral):
         return None
     # `operator.index` may return a subclass of int; `int.__index__` returns a plain integer.
@@ -348,7 +363,10 @@ def _check_numbers(schema: PayloadSchema, given: Any) -> dict[str, float]:
 
 
 def _as_float(value: Any) -> float:
-    """Convert a real number to a float. Return infinity if it is too large, and NaN if it is not a real number."""
+    """Convert an untrusted value to a float.
+
+    If the number is too large, return infinity. If the value is not a real number, return NaN.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -424,7 +442,11 @@ def as_str_dict(name: str, mapping: Any) -> dict[str, Any]:
 
 
 def _check_mapping(name: str, value: Any, expected: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an untrusted mapping to a dict. Raise `ArgumentError` if it has other keys than the expected names."""
+    """Convert an untrusted mapping to a dict, and check that it has the expected keys.
+
+    Raises:
+        ArgumentError: if the value is not a mapping, or if a key is missing or unknown.
+    """
     found = as_str_dict(name, value)
     if found or expected:
         check_names(name, found, expected, expected)

@@ -48,13 +48,13 @@ LOG = logging.getLogger("manifoldagg")
 
 
 class ServerSnapshot(NamedTuple):
-    """Immutable content of a checkpoint. A snapshot refers to the state of the server and does not copy it.
+    """Immutable content of a checkpoint. The snapshot refers to the state of the server without copying it.
 
     Attributes:
-        core: the parts of the server, which include the space, the rule and the clock.
+        core: the space, the rule, the clock and other parts of the server.
         server_state: the state of the server. The average has received all versions up to this state.
         options: the limits, the memory policy and the buffer policies as plain values.
-        time: the time of the snapshot, in seconds of the clock.
+        time: the time of the snapshot, in seconds of the server's clock.
         averaging: the import path of the average's class, and the state of the average. `None` if there is no average.
         on_written: a function that is called after the file was written. Its argument is the log sequence number of the
             first journal record that the checkpoint does not contain.
@@ -117,7 +117,9 @@ class ServerSnapshot(NamedTuple):
         }
 
     def write(self, path: str | Path, keep: int, publish: Callable[..., None]) -> None:
-        """Write the content to a file, and publish a `CheckpointWritten` or a `CheckpointFailed` event.
+        """Write the content of the checkpoint to a file, and publish a `CheckpointWritten` event.
+
+        If the write fails, the method publishes a `CheckpointFailed` event instead, and raises the error.
 
         Args:
             path: the path of the file.
@@ -182,10 +184,11 @@ class LoadedCheckpoint:
 
     @property
     def replay_limits(self) -> ServerLimits:
-        """The limits for a journal replay.
+        """The limits on updates during a journal replay, which accept every norm and every cosine.
 
-        The server has already accepted each recorded update. On another processor, rounding may move its norm or cosine
-        beyond a limit. These limits therefore accept every norm and cosine.
+        The server accepted the recorded updates in the original run. On another processor, different rounding may move
+        the norm or the cosine of an update just beyond a limit. With the original limits, the replay could then reject
+        the update.
         """
         limits = self.limits
         update = replace(
@@ -198,9 +201,10 @@ class LoadedCheckpoint:
         return replace(limits, update=update)
 
     def with_replayed(self, tree: dict[str, Any]) -> "LoadedCheckpoint":
-        """Return a checkpoint with the state in `tree`, which is the content after a replay.
+        """Return a copy of this checkpoint with the state of the server after a journal replay.
 
-        The clock and the options remain those of this checkpoint, because the replay uses others.
+        `tree` is the content of a snapshot of this state. The clock and the options remain those of this checkpoint,
+        because the replay uses a different clock and different limits.
         """
         return LoadedCheckpoint(self.path, {**tree, "clock": self._tree["clock"], "options": self._tree["options"]})
 
@@ -244,9 +248,10 @@ class LoadedCheckpoint:
                 )
 
     def server_arguments(self, policies: BufferPolicy | None) -> tuple[InitialModel, dict[str, Any]]:
-        """Return the saved model as an initial model, and the saved options as keyword arguments of `Server`.
+        """Return the arguments with which the constructor of `Server` restores the saved model and options.
 
-        `policies` contains the policies of the buffers. `None` means the saved policies.
+        The first result is the initial model. The second result contains the saved limits and the saved memory policy
+        as keyword arguments. `policies` replaces the saved policies of the buffers unless it is `None`.
         """
         start = InitialModel(self.model)
         if self.buffer_policies:
@@ -354,7 +359,10 @@ class LoadedCheckpoint:
 
 
 def check_storable(core: ServerCore, weights: Any) -> None:
-    """Check in advance that checkpoints can store the space, the rule, the clients in `weights` and the clock.
+    """Check that checkpoints can store the space, the rule, the clock and the names of the known clients.
+
+    A new server calls this function, so that an unsupported value raises an error before training starts. The known
+    clients are the keys of `weights`, if it is a mapping.
 
     Raises:
         CheckpointError: if a file cannot store the space, the rule or the clock.
@@ -390,9 +398,11 @@ def _machine_info(model: Tensor) -> dict[str, str]:
 
 
 def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[StoreKey]]:
-    """Return the stored trees with their keys, the oldest first, and the keys of bases whose spill files were altered.
+    """Return the stored models and client states, and the keys of start models that are lost.
 
-    The current model is omitted.
+    The first result is a list of pairs of a key and a model or client state. It omits the current model, and ends with
+    the entries that can be moved to files, the oldest first. A start model is lost if the server had moved it to a file
+    and this file was altered.
     """
     store = state.store
     kept = []
@@ -412,7 +422,7 @@ def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[
 
 
 def _encode_rows(rows: list[HistoryRow]) -> dict[str, Any]:
-    """Encode the rows of the history as lists of values. Each list of column names is stored only once."""
+    """Encode the rows of the history as lists of values. Rows with the same columns share the list of column names."""
     heads: dict[tuple[str, ...], int] = {}
     lines = [[heads.setdefault(tuple(row), len(heads)), *row.values()] for row in rows]
     return {"heads": [*heads], "lines": lines}

@@ -21,9 +21,10 @@ LOG = logging.getLogger("manifoldagg")
 
 @dataclass(frozen=True)
 class CheckpointPolicy(KeywordHints):
-    """Policy for automatic checkpoints, with an interval in updates, an interval in seconds, or both.
+    """Policy that defines when and where a server writes automatic checkpoints.
 
-    If you pass both intervals, the interval that ends first starts a checkpoint.
+    The interval between two checkpoints is a number of updates, a time in seconds, or both. If you pass both, the
+    interval that ends first starts a checkpoint.
 
     Args:
         path: the path of the file in an existing folder. Older files are named `path.1`, `path.2` and so on.
@@ -70,10 +71,10 @@ class Checkpointable(Protocol):
 
 
 class CheckpointWriter:
-    """Writer of checkpoints in a background thread.
+    """Writer that saves checkpoints in a background thread.
 
-    The thread ends when no checkpoint is queued. The writer logs an error of a write. `finish` also raises this error,
-    unless a later checkpoint was written.
+    The thread ends when the queue of checkpoints is empty. If a write fails, the writer logs the error. In addition,
+    the next call of `finish` raises the error, unless a later checkpoint was written successfully.
 
     Args:
         policy: the policy for automatic checkpoints.
@@ -91,7 +92,7 @@ class CheckpointWriter:
         self._error: Exception | None = None
 
     def reset(self, updates: int) -> None:
-        """Restart the intervals of the policy at this number of accepted updates and at the current time."""
+        """Restart the intervals between checkpoints. `updates` is the number of updates accepted so far."""
         self._last_updates = updates
         self._last_time = time.monotonic()
 
@@ -124,12 +125,16 @@ class CheckpointWriter:
                 LOG.error("checkpoint: %s", error)
 
     def write(self, snapshot: Checkpointable) -> None:
-        """Write a checkpoint in this thread, after a running write has ended. The errors are as in `finish`."""
+        """Write a checkpoint, and wait until the write has ended. If the write fails, raise its error."""
         self.enqueue(snapshot)
         self.finish()
 
     def enqueue(self, snapshot: Checkpointable) -> None:
-        """Enqueue a checkpoint, which `finish` or the background thread writes. It replaces a queued checkpoint."""
+        """Add a checkpoint to the queue, and remove an older checkpoint that is still in the queue.
+
+        The next call of `finish` writes the new checkpoint. If the background thread is running, it may write the
+        checkpoint earlier.
+        """
         self._queue.append(snapshot)
         self.reset(snapshot.updates)
 
@@ -138,7 +143,7 @@ class CheckpointWriter:
         return self._write_lock.held_by_me()
 
     def finish(self) -> None:
-        """Wait until all started checkpoints are written, and raise the error of the last checkpoint."""
+        """Write all queued checkpoints. If the last write has failed, raise its error."""
         if self.held_by_me():
             # A signal handler or a finaliser has interrupted the write of this thread. Waiting would cause a deadlock.
             return

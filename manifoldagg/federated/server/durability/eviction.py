@@ -1,4 +1,4 @@
-"""Eviction: if client states and older versions exceed a memory limit, the oldest ones are moved to files."""
+"""Memory limit of a server: if its models and client states need more memory, the oldest are moved to files."""
 
 import ctypes
 import logging
@@ -35,7 +35,7 @@ class Evictor:
         self._untrimmed_bytes = 0
 
     def evict(self) -> None:
-        """Evict the oldest trees until the memory usage is within the limit, and release their memory."""
+        """Move the oldest stored models and client states to files, until the memory usage is within the limit."""
         while self.limit is not None and (size := self._evict_one(self.limit)):
             self._untrimmed_bytes += size
             if self._untrimmed_bytes > max(self.limit // 4, MIN_TRIM_BYTES):

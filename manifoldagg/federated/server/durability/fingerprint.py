@@ -1,6 +1,7 @@
-"""Fingerprints of rules and spaces.
+"""Fingerprints of rules and spaces, which show whether two of them are equal.
 
-A checkpoint stores the fingerprints. `Server.resume` compares them with the fingerprints of its arguments.
+A checkpoint stores the fingerprints of the server's rule and space. `Server.resume` compares them with the fingerprints
+of its arguments.
 """
 
 import functools
@@ -31,10 +32,11 @@ MAX_VALUE_CHARS = 60
 
 
 def fingerprint(name: str, value: Any) -> Tree:
-    """Return the fingerprint of a value as a tree of plain values. Equal values have equal fingerprints.
+    """Return the fingerprint of a value, such as a rule. Equal values have equal fingerprints.
 
-    The fingerprint contains the names of functions and classes, the fields of objects, and the digests of tensors. It
-    does not contain the code of functions and classes.
+    A fingerprint consists of nested dicts and lists of plain values. It contains the names of functions and classes,
+    the fields of objects, and the digests of tensors. It does not contain the code of functions and classes, so it does
+    not detect changes of the code.
 
     Args:
         name: the name of the value in error messages.
@@ -56,9 +58,10 @@ def fingerprint(name: str, value: Any) -> Tree:
 
 
 def qualified_name(name: str, function: Any) -> str | None:
-    """Return the qualified name of a callable.
+    """Return the qualified name of a callable, such as `time.monotonic`.
 
-    The name of a method does not depend on its object. The name of another callable object is the name of its class.
+    For a bound method, the name does not depend on the object. For an object with a method `__call__`, the result is
+    the name of its class.
 
     Args:
         name: the name of the callable in error messages.
@@ -113,7 +116,7 @@ def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
 
 
 def rule_difference(saved: Tree, current: Tree, *, replace: bool) -> str | None:
-    """Explain why a rule cannot continue from the state of a saved rule. If it can, return `None`.
+    """Explain why a resumed server cannot replace the saved rule by the current rule. If it can, return `None`.
 
     Args:
         saved: the fingerprint of the saved rule.
@@ -133,7 +136,10 @@ def rule_difference(saved: Tree, current: Tree, *, replace: bool) -> str | None:
 
 
 def _privacy_options(rule: Tree) -> tuple[Tree, Tree] | None:
-    """Return the clip and the noise in the fingerprint of a private rule. For other rules, return `None`."""
+    """Read the clipping norm and the noise multiplier of a private rule from its fingerprint.
+
+    For a rule without differential privacy, return `None`.
+    """
     fields = rule.get("fields", {}) if isinstance(rule, dict) else {}
     if "clip" in fields and "noise" in fields:
         return fields["clip"], fields["noise"]
@@ -141,9 +147,9 @@ def _privacy_options(rule: Tree) -> tuple[Tree, Tree] | None:
 
 
 def _entry_difference(name: str, key: str, saved: Tree, current: Tree) -> str | None:
-    """Describe the first difference between two entries with the same key.
+    """Describe the first difference between the entries of two fingerprints under the same key.
 
-    For the fields of an object, the description contains the name of the field.
+    If the entries contain the fields of an object, the description names the field that differs.
     """
     if key == "fields" and saved.keys() == current.keys():
         found = (first_difference(f"{name}: {field}", saved[field], current[field]) for field in saved)
@@ -199,7 +205,7 @@ def _fingerprint_fields(name: str, content: Mapping[str, Any]) -> dict[str, Any]
 
 
 def import_path(value: Any) -> str:
-    """Return the module and the qualified name of a class or a function, such as `time.monotonic`."""
+    """Return the import path of a class or a function, such as `time.monotonic`."""
     return f"{value.__module__}.{value.__qualname__}"
 
 

@@ -1,7 +1,8 @@
-"""The journal of a server: an append-only log of all changes, which is divided into segments.
+"""Journal of a server: an append-only log of all changes, which consists of files that are called segments.
 
-Each record has a log sequence number (LSN). The segment `path.N.journal` starts with the record whose LSN is N. The
-module [log_format][manifoldagg.federated.server.durability.log_format] describes the format of the files.
+Each record of the journal has a log sequence number (LSN). The segment `path.N.journal` starts with the record whose
+LSN is N. The module [log_format][manifoldagg.federated.server.durability.log_format] describes the format of the
+segments.
 """
 
 import logging
@@ -83,10 +84,10 @@ class Journal(KeywordHints):
 
 
 class JournalLock(FileLock):
-    """Exclusive lock of a journal, which uses the file `path.lock`.
+    """Exclusive lock on the file `path.lock`, which prevents two servers from writing to the same journal.
 
-    The lock is held until `close`. A `with` statement releases the lock only if its block raises an exception, because
-    the journal writer uses the lock after the block.
+    A `with` statement releases the lock only if its block raises an exception. Otherwise, the lock is held until
+    `close`, because the journal writer needs the lock after the block.
 
     Args:
         journal: the journal to lock.
@@ -113,13 +114,13 @@ class JournalLock(FileLock):
 
 
 class _Position(NamedTuple):
-    """Position of a writer in a segment.
+    """Position of a journal writer in the current segment, which is a file of the journal.
 
     Attributes:
         descriptor: the file descriptor of the segment.
         magic: the magic number at the start of each record of the segment.
-        first_lsn: the LSN of the first record of the segment.
-        end_offset: the offset at which the next record is written.
+        first_lsn: the log sequence number (LSN) of the first record of the segment.
+        end_offset: the offset in bytes at which the next record is written.
         next_lsn: the LSN of the first record that is not yet written.
         durable_lsn: the LSN of the first record that is not yet synced to the disk.
     """
@@ -133,11 +134,11 @@ class _Position(NamedTuple):
 
 
 class JournalWriter:
-    """Writer that appends the records of a server to the journal, in the order of the changes.
+    """Writer that appends the changes of a server to its journal, in the order of the changes.
 
-    The server publishes a change and its record atomically. The record is pending until the writer has written it. One
-    thread writes the pending records of all threads. If a write fails or is interrupted, the next call writes the
-    records again at the same offset.
+    The server publishes each change together with a journal record. The record is pending until the writer has written
+    it to the file. One thread writes the pending records of all threads. If a write fails or is interrupted, the next
+    call overwrites the incomplete records, so that the file contains each record only once.
 
     Args:
         journal: the path and the sync policy of the journal.
@@ -165,7 +166,7 @@ class JournalWriter:
         self._close_segment: Callable[[], object] = int
 
     def start(self, first_lsn: int, snapshot: Tree) -> None:
-        """Start the journal with a snapshot of the server, and delete older segments with the same path."""
+        """Start the journal with a snapshot of the server, and delete older files of a journal with the same path."""
         self.open_segment(first_lsn, snapshot)
         self._delete_segments(first_lsn)
         records: PersistentOrderedMap[int, LogRecord] = PersistentOrderedMap(None, None, first_lsn, first_lsn)
@@ -173,9 +174,10 @@ class JournalWriter:
         self._state.update(lambda now: (now._replace(pending_log=log), None))
 
     def open_segment(self, first_lsn: int, snapshot: Tree = None) -> None:
-        """Create a new segment for the records from `first_lsn` on, and continue in it.
+        """Create a new journal file, and write the records from `first_lsn` on to this file.
 
-        `snapshot` is the state of the server before these records. It is `None` if a checkpoint contains this state.
+        `first_lsn` is a log sequence number. `snapshot` is the state of the server before the record with this number,
+        or `None` if a checkpoint contains this state.
         """
         magic = os.urandom(8)
         path = self.journal.segment_path(first_lsn)
@@ -201,10 +203,10 @@ class JournalWriter:
             self.write()
 
     def write(self) -> None:
-        """Write the pending records.
+        """Write the pending records to the file.
 
-        A re-entrant call, for example from a signal handler, returns immediately. The interrupted call then writes
-        the records of both calls.
+        A signal handler or a finaliser may interrupt this method and call it again. The inner call returns immediately.
+        Records that the interrupted call does not write stay pending until the next call.
 
         Raises:
             CheckpointError: if the records cannot be written. They stay pending, and the next call writes them.
@@ -215,10 +217,10 @@ class JournalWriter:
                 self._guarded(self._write)
 
     def rotate(self, lsn: int) -> None:
-        """Continue in a new segment, and delete the older segments that a checkpoint replaces.
+        """Start a new journal file after a checkpoint, and delete the older files that the checkpoint replaces.
 
-        The checkpoint contains all changes before `lsn`. An error is logged and not raised, because the checkpoint is
-        already written and the older segments remain valid.
+        The checkpoint contains all changes before the log sequence number `lsn`. An error is logged and not raised,
+        because the checkpoint is already written and the older files remain valid.
         """
         with self._write_lock.lock:
             at = self._position
@@ -255,7 +257,7 @@ class JournalWriter:
                     os.unlink(self.journal.segment_path(first))
 
     def _rotate(self, position: _Position) -> None:
-        """Continue in a new segment. After an error, delete its file and continue in the current segment."""
+        """Start a new journal file. If this fails, delete the new file and continue in the current file."""
         try:
             self.open_segment(position.next_lsn)
         except BaseException:

@@ -49,7 +49,13 @@ class StoredRecord(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Segment of a journal: its path, the content of its first tensor file, and the offset of its first record."""
+    """Segment of a journal, which is a file that consists of a header and a sequence of records.
+
+    Attributes:
+        path: the path of the file.
+        header: the content of the header.
+        offset: the offset of the first record in bytes.
+    """
 
     path: Path
     header: dict[str, Any]
@@ -166,7 +172,11 @@ def scan(segment: Segment) -> tuple[list[StoredRecord], int, int]:
 
 
 def _read_record(data: mmap.mmap, offset: int, magic: bytes, path: Path) -> tuple[StoredRecord, int] | None:
-    """Return the record at an offset and its durability mark, or `None` if there is no complete, valid record."""
+    """Read the record at an offset of a journal file.
+
+    Returns:
+        The record and its durability mark. `None` if there is no complete, valid record at this offset.
+    """
     start = offset + RECORD_HEADER.size
     if start > len(data):
         return None

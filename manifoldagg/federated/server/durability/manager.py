@@ -1,4 +1,4 @@
-"""Durability of a server: the options for checkpoints and the journal, and the object that writes both."""
+"""Durability of a server: the options for checkpoints and the journal, and the manager of these files."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -21,9 +21,10 @@ __all__ = ["Durability", "DurabilityManager"]
 
 @dataclass(frozen=True)
 class Durability(KeywordHints):
-    """Files that a server writes while it runs, so that it can be resumed after a crash.
+    """Options for the files from which a server can be resumed after a crash.
 
-    A server with such files accepts only strings and integers as names of clients.
+    These files are the checkpoints and the journal. A server with such files accepts only strings and integers as names
+    of clients, because the files must store these names.
 
     Args:
         checkpoint: the path and the intervals of automatic checkpoints, which a background thread writes. A crash loses
@@ -77,7 +78,9 @@ class DurabilityManager:
         self.journal: JournalWriter | None = None
 
     def start(self, durability: Durability, weights: Any, *, is_resumed: bool = False) -> None:
-        """Create the writers of the files. Call this method before other threads can access the server.
+        """Create the writers of the checkpoints and the journal.
+
+        Call this method before other threads can access the server.
 
         Args:
             durability: the options for the files.
@@ -131,8 +134,9 @@ class DurabilityManager:
     def check_idle(self) -> None:
         """Check that the current thread is not writing to the journal.
 
-        A signal handler or a finaliser may interrupt a write. It must not wait for the update lock, because the owner
-        of the lock may wait for this write.
+        A signal handler or a finaliser may run while its own thread writes to the journal. Such a handler must not wait
+        for the lock of a running update. A deadlock could occur, because the owner of this lock may wait for the
+        journal write.
 
         Raises:
             ArgumentError: if the current thread is writing to the journal.
@@ -143,9 +147,10 @@ class DurabilityManager:
             )
 
     def make_snapshot(self) -> ServerSnapshot:
-        """Return the content of a checkpoint.
+        """Return the content of a checkpoint as an immutable snapshot of the server.
 
-        The caller must own the update lock and must have passed all versions to the average.
+        The caller must own the lock that serialises updates. If the server averages its model versions, the caller must
+        first pass all versions to the average.
         """
         core = self._core
         averaging = self._core.averaging
@@ -156,8 +161,8 @@ class DurabilityManager:
     def maybe_write_checkpoint(self) -> None:
         """Start a checkpoint in the background if one is due.
 
-        If the average has not yet received every version, the checkpoint is postponed, because it contains the state of
-        the average.
+        A checkpoint also contains the average over the model versions. If this average has not yet received every
+        version, the checkpoint is postponed.
         """
         state = self._core.state.value
         if self.checkpoints is not None and not state.pending_notifications and not state.is_closed:

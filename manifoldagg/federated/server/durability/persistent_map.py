@@ -18,10 +18,11 @@ SPARSE_FACTOR = 8
 class PersistentOrderedMap(Mapping[K, V]):
     """Immutable map that keeps its keys in insertion order.
 
-    Every change returns a new map. A change takes logarithmic time, because the maps share their unchanged parts.
+    A change returns a new map, which shares its unchanged parts with the old map. Each change therefore takes only
+    logarithmic time.
 
     Attributes:
-        entries: the position and the value of each key.
+        entries: the position of each key in the insertion order, and its value.
         next_index: the position that the next new key receives.
 
     Example:
@@ -62,9 +63,9 @@ class PersistentOrderedMap(Mapping[K, V]):
         return self._keys[self._first]
 
     def set(self, key: K, value: V, limit: int | None = None) -> "PersistentOrderedMap[K, V]":
-        """Return the map with a new or replaced value. An existing key keeps its position.
+        """Return the map with a new or replaced value. An existing key keeps its position in the insertion order.
 
-        If the new map has more than `limit` keys, its first keys are removed. `None` disables this limit.
+        If the new map has more than `limit` keys, the first keys in this order are removed. `None` disables this limit.
         """
         entries = self.entries.mutate()
         keys = self._keys.mutate()
@@ -93,11 +94,12 @@ class PersistentOrderedMap(Mapping[K, V]):
 
 
 class AtomicReference(Generic[T]):
-    """Atomic reference to an immutable value, which threads can read and replace without a lock.
+    """Reference to an immutable value, which threads can read and replace atomically without a lock.
 
-    A signal handler or a finaliser may run between any two instructions of a thread, and may also read and replace the
-    value. With a lock, it could wait for the interrupted thread forever. A change therefore takes effect in one
-    instruction of the interpreter. If another change was faster, the change is computed again from the new value.
+    A lock is not suitable, because a signal handler or a finaliser may interrupt the thread that owns the lock. If the
+    handler also needed the lock, it would wait forever. A change therefore takes effect in one instruction of the
+    interpreter. If another thread has changed the value in the meantime, the change is computed again from the new
+    value.
 
     Example:
         >>> state = AtomicReference((0, "open"))

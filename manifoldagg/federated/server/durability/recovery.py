@@ -1,11 +1,11 @@
-"""Recovery of a server: the replay of the journal records after a checkpoint.
+"""Recovery of a server: the replay of the journal records that follow a checkpoint.
 
-An invalid record in a journal can have two reasons:
+A journal can contain an invalid record for two reasons:
 
-- The process or the machine has crashed during the last write. Recovery then ignores the incomplete records at the end.
-- The file was corrupted. Each record contains a durability mark: all records before the mark were synced to the disk.
-  If a later mark proves that the invalid record was synced, recovery raises an error with its log sequence number
-  (LSN).
+- The process or the machine crashed during the last write. Recovery then ignores the incomplete records at the end.
+- The file was corrupted. Each record contains a durability mark, which states that all records before a certain record
+  were synced to the disk. If a later mark proves that the invalid record was synced, recovery raises an error with the
+  log sequence number (LSN) of this record.
 """
 
 import logging
@@ -38,7 +38,7 @@ LOG = logging.getLogger("manifoldagg")
 
 @dataclass
 class JournalReplay:
-    """Replay of the journal records after a checkpoint.
+    """Replay of the journal records that follow a checkpoint. Each record has a log sequence number (LSN).
 
     Attributes:
         name: the name of the journal.
@@ -66,7 +66,8 @@ class JournalReplay:
         return {**self.ancestors, self.name: self.next_lsn}
 
     def clock(self) -> float:
-        """Return `time`. This is a method, because a checkpoint stores the name of the clock, and a lambda has none."""
+        """Return the time of the last replayed record. During a replay, this method is the clock of the server."""
+        # A method has an importable name, which a checkpoint can store, whereas a lambda has none.
         return self.time
 
     def read(self, segments: Sequence[Segment]) -> None:

@@ -1,6 +1,6 @@
-"""Spilling of trees from memory to temporary files.
+"""Spill files, which are temporary files to which a server moves models and client states from memory.
 
-The files have no name (they are unlinked) and are mapped into memory.
+The files are unlinked, so that they have no name and disappear with the process. They are mapped into memory.
 """
 
 import mmap
@@ -33,11 +33,11 @@ other code also needs some of them."""
 
 
 class Spill:
-    """Writer of trees to unlinked temporary files.
+    """Writer that moves trees, which are nested containers of tensors, from memory to temporary files.
 
-    The operating system frees a file after the last reference to the spilled tree is deleted, or when the process ends,
-    even if the process is killed. A child process of `os.fork` can load the trees of its parent. These files exist
-    until both processes have released them.
+    The files are unlinked. The operating system frees a file after the last reference to its tree is deleted, or when
+    the process ends, even if the process is killed. A child process of `os.fork` can load the trees of its parent. The
+    file of such a tree exists until both processes have released it.
 
     Args:
         folder: a folder in the file system of the files. `None` means the system's temporary folder.
@@ -53,7 +53,7 @@ class Spill:
         self._folder = Path(tempfile.gettempdir() if folder is None else folder).absolute()
 
     def write(self, tree: Tree) -> "SpilledTree":
-        """Write a tree to a new file. Each tensor is written separately, even if tensors share memory.
+        """Write a tree of tensors to a new file. Tensors that share memory are written separately.
 
         Raises:
             SpillError: if the tree cannot be written. No file remains in this case. The attribute `temporary` of the
@@ -77,7 +77,9 @@ class Spill:
 
 
 class SpilledTree:
-    """Tree in an unlinked file. The file is freed when the last reference to this object is deleted.
+    """Tree of tensors in an unlinked temporary file.
+
+    The operating system frees the file when the last reference to this object is deleted.
 
     Attributes:
         size: the number of bytes that the tree used in memory.

@@ -1,4 +1,4 @@
-"""The immutable store of a server, which contains models and client states in memory or in files."""
+"""Immutable store for the models and client states of a server, which can be in memory or in files."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import NamedTuple
@@ -47,13 +47,13 @@ StoredTree = InMemoryTree | SpilledTree
 
 
 class Store(NamedTuple):
-    """Immutable store of trees with reference counts.
+    """Immutable store of models and client states, with a reference count for each key.
 
-    A key is stored until it was released as often as it was retained. Every change returns a new store.
+    A key remains in the store until it was released as often as it was retained. Every change returns a new store.
 
     Attributes:
-        entries: the tree and the number of references of each key.
-        evictable: the keys of the trees that can be evicted to files, with the oldest key first.
+        entries: the stored tree of tensors and the number of references, by key.
+        evictable: the keys of the trees that can be moved to files, with the oldest key first.
         used_bytes: the number of bytes in memory for each kind of key. The entry `"spilled"` is the number of bytes in
             files.
 
@@ -78,7 +78,10 @@ class Store(NamedTuple):
         return None if held is None else held[0]
 
     def load(self, key: StoreKey | None, *, copy: bool = True) -> Tree:
-        """Load the tree of a key, as in `SpilledTree.load`. If the key does not exist, return `None`."""
+        """Return the tree of tensors that is stored under a key. If the key does not exist, return `None`.
+
+        If the tree is in a file, `copy` states whether its tensors are copied to memory, as in `SpilledTree.load`.
+        """
         stored = None if key is None else self.find(key)
         return None if stored is None else stored.load(copy=copy)
 
@@ -126,9 +129,9 @@ class Store(NamedTuple):
         return Store(entries.finish(), evictable, used.finish())
 
     def evicted(self, key: StoreKey, tree: InMemoryTree, spilled: SpilledTree) -> "Store":
-        """Return the store with a tree in memory replaced by the spilled tree.
+        """Return the store after a tree of tensors was moved from memory to a file.
 
-        If another thread has replaced or removed the tree in the meantime, return this store.
+        If another thread has replaced or removed this tree in the meantime, return this store unchanged.
         """
         found, references = self.entries.get(key, (None, 0))
         if found is not tree:
@@ -144,10 +147,10 @@ class Store(NamedTuple):
         return self._replace(evictable=self.evictable.remove(key)) if fits else self
 
     def next_victim(self, limit: int, exclude: StoreKey) -> tuple[StoreKey, InMemoryTree] | None:
-        """Return the key and the tree to evict next.
+        """Return the key and the tree of tensors that must be moved to a file next.
 
-        The result is the oldest evictable tree. It is `None` if no tree is evictable, or if all trees except the tree
-        of `exclude` use at most `limit` bytes of memory.
+        This is the oldest tree that can be moved. The result is `None` if there is no such tree, or if the memory usage
+        is within `limit` bytes. The tree under the key `exclude` does not count as memory usage and is never moved.
         """
         used = self.memory_usage(exclude)
         if sum(used.values()) - used[SPILLED] <= limit:

@@ -77,7 +77,7 @@ class EventDispatcher:
             pass  # An event may have arrived after the last check and before the lock was released.
 
     def _drain_once(self) -> bool:
-        """Deliver all pending events and return `True`. If another call is delivering them, return `False`."""
+        """Deliver the pending events. Return `False` if another call is already delivering events."""
         mine = threading.Lock()
         with mine:
             if self._drain_lock.update(lambda held: (held, held) if held.locked() else (mine, mine)) is not mine:
