@@ -1,4 +1,4 @@
-"""Federated aggregation: rules, client trainers, the server, and functions for your own training loop."""
+"""Federated aggregation: server rules, client trainers, servers, and functions for custom training loops."""
 
 from manifoldagg.federated.clients.client import train_client
 from manifoldagg.federated.limits import UpdateLimits

@@ -16,9 +16,10 @@ halfway."""
 
 
 def no_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function so that it runs without gradients and outside of inference mode.
+    """Disable gradient tracking and inference mode while the decorated function runs.
 
-    The decorators of torch are slower. One call of them takes as long as the server's own work for an update.
+    Use this decorator in place of those of torch for functions that a server calls once per update. One call through
+    the decorators of torch takes as long as the server's own work for the update.
 
     Example:
         >>> no_grad(torch.is_grad_enabled)(), torch.is_grad_enabled()

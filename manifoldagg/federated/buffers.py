@@ -1,4 +1,8 @@
-"""Buffers: the tensors of a model that are not trained, such as running means, and the policies of their updates."""
+"""Server-side updates of model buffers, which are the untrained tensors of a model, such as running means.
+
+Each buffer has a policy. With the policy `"average"`, the server averages the values that clients return. With
+`"latest"`, it uses the latest value. With `"leave"`, it does not change the buffer.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -40,12 +44,13 @@ _is_cpu = attrgetter("is_cpu")
 
 @dataclass(frozen=True)
 class BufferGroup:
-    """Group of buffers with the same policy, dtype and device, which are stored in one vector.
+    """Group of model buffers whose values are stored together in one vector.
 
-    A group contains only variances, only batch counters, or only other buffers.
+    All buffers of a group have the same policy, dtype and device. They are either all variances, all batch counters,
+    or all buffers of other kinds.
 
     Attributes:
-        policy: the policy of the buffers, such as `"average"`.
+        policy: the update policy of these buffers, such as `"average"`.
         names: the name of each buffer.
         shapes: the shape of each buffer.
     """
@@ -71,7 +76,7 @@ class BufferGroup:
 
     @cached_property
     def is_1d(self) -> bool:
-        """Whether all buffers have one dimension, as in batch normalisation, so that they need no reshaping."""
+        """Whether all buffers are one-dimensional, as in batch normalisation."""
         return all(len(shape) == 1 for shape in self.shapes)
 
 
@@ -126,7 +131,7 @@ class PackedBuffers(Mapping[str, Tensor]):
 
     @cached_property
     def requested_names(self) -> tuple[str, ...]:
-        """The names of the buffers that clients return, which are the buffers without the policy `"leave"`."""
+        """The names of the buffers that clients must return: all buffers except those with the policy `"leave"`."""
         left = {name for group in self.groups if group.policy == "leave" for name in group.names}
         return tuple(name for name in self.order if name not in left)
 
@@ -146,14 +151,15 @@ class PackedBuffers(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class PendingBuffers:
-    """Buffers of the updates that have arrived since the last step that changed the model.
+    """Model buffers that clients have returned since the server model last changed.
 
     Attributes:
-        weight: the sum of the weights of the updates.
-        total: the weighted sums of the buffers over the updates, with one vector for each group. The vector of a group
-            with the policy `"average"` has the dtype float64. The vectors of other groups are not used. The tuple is
-            empty if there is only one update.
-        latest: the buffers of the latest update. A buffer with the policy `"leave"` has the value of the server.
+        weight: the sum of the weights of these clients' updates.
+        total: the weighted sums of the buffers over the updates, with one vector for each buffer group. Only groups
+            with the policy `"average"` use their vector, which has the dtype float64. The tuple is empty if there is
+            only one update.
+        latest: the buffers of the latest update. A buffer with the policy `"leave"` has the server's value, and an
+            integer batch counter has its largest value so far.
         count: the number of updates.
     """
 
@@ -180,10 +186,10 @@ def accumulate(
     *,
     name: str = "buffers",
 ) -> PendingBuffers:
-    """Add copies of the buffers of an update to the pending buffers.
+    """Copy the model buffers of a client's update, and add them to the pending buffers of the server.
 
-    A value is valid if it is finite, and not negative in a variance. A value that equals the server's value is always
-    valid. An example is an infinity in an attention mask.
+    Each value must be finite, and a variance must not be negative. A value that equals the server's own value is always
+    valid, for example an infinity in an attention mask. An integer batch counter must be at most $2^{53}$.
 
     Args:
         pending: the pending buffers. `None` if there are no pending updates.
@@ -223,17 +229,17 @@ def accumulate(
 
 
 def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapping[str, float]) -> PackedBuffers:
-    r"""Return the server's buffers after a step of the model.
+    r"""Return the server's model buffers after a step that changed the model.
 
-    A buffer with the policy `"average"` becomes $b + s\,(\bar b - b)$. Here, $b$ is the server's value, $\bar b$ is the
-    weighted mean of the updates, and $s \in [0, 1]$ is the position of the new model on the curve of the update. All
-    other buffers become their latest values in `pending`.
+    A buffer with the policy `"average"` moves from the server's value $b$ towards the weighted mean $\bar b$ of the
+    clients' values. Its new value is $b + s\,(\bar b - b)$, where $s \in [0, 1]$ is the fraction of the update that the
+    step applies. All other buffers change to their latest values in `pending`.
 
     Args:
         pending: the buffers of the updates since the last step.
         current: the server's buffers before the step.
-        numbers: the metrics of the step. The metric `step`, clipped to [0, 1], is $s$. If it is missing or not finite,
-            $s$ is 1.
+        numbers: the metrics of the step. The metric `step`, the position of the new model on the curve of the update,
+            is $s$ after clipping to [0, 1]. If it is missing or not finite, $s$ is 1.
     """
     told = numbers.get("step", 1.0)
     part = min(max(told, 0.0), 1.0) if math.isfinite(told) else 1.0
@@ -327,7 +333,8 @@ def _group_buffers(
 
 
 def _concatenate(tensors: Mapping[str, Tensor], group: BufferGroup, device: torch.device) -> Tensor:
-    """Concatenate the tensors of a group by one call of torch, because hundreds of calls would take milliseconds."""
+    """Concatenate the buffers of a group into one vector."""
+    # This function calls torch only once, because hundreds of calls would take milliseconds.
     mine = [tensors[name] for name in group.names]
     if device != CPU or not all(map(_is_cpu, mine)):
         mine = [tensor.to(device) for tensor in mine]
@@ -341,7 +348,7 @@ def _expected_values(group: BufferGroup, dtype: torch.dtype) -> str:
 
 
 def _is_finite(received: Tensor, current: Tensor, group: BufferGroup) -> bool:
-    """Return whether each received value is valid, as `accumulate` defines it, or equals the server's value."""
+    """Return whether all received values of a group of buffers are valid, as defined in `accumulate`."""
     if not (received.is_floating_point() or received.is_complex()):
         return not group.is_counter or bool((received <= MAX_COUNT).all())
     theirs = upcast_8bit(received)

@@ -28,11 +28,13 @@ Norms = tuple[tuple[Hashable, float], ...]
 
 
 class NormLimitError(ArgumentError):
-    """Error for an update whose norm exceeds the limit of `norm_factor`.
+    """Error raised if the norm of an update is too large in comparison with the norms of other clients' updates.
+
+    The option `norm_factor` of `UpdateLimits` sets this limit.
 
     Attributes:
         limit: the largest allowed norm.
-        norms: the latest norms of the clients after the rejection. The norm of the rejected client is `limit`.
+        norms: the latest norm of each client after the rejection. The rejected update counts with the norm `limit`.
     """
 
     def __init__(self, message: str, limit: float) -> None:
@@ -188,9 +190,10 @@ class UpdateLimits(KeywordHints):
         return update, kept, with_norm(norms, update.client, min(length, limit), self.norm_window)
 
     def clip_threshold(self, others: Sequence[float]) -> float:
-        """Return the norm to which longer updates are clipped, or infinity if no clipping applies.
+        """Return the largest norm that an update may have without being clipped.
 
-        `others` contains the latest norms of the other clients.
+        The argument `others` contains the latest norms of the other clients. If `clip_factor` is set, the threshold
+        depends on their median. If no clipping applies, the result is infinity.
 
         Example:
             >>> limits = UpdateLimits(clip=5.0, clip_factor=2.0, norm_after=3)
@@ -219,9 +222,10 @@ class UpdateLimits(KeywordHints):
             raise NormLimitError(f"points: expected a norm <= {limit:g} ({why}), got {norm:g}", limit)
 
     def _limit_by_median(self, factor: float | None, others: Sequence[float]) -> float:
-        """Return `factor` times the median of the norms, or infinity if the limit does not apply.
+        """Return `factor` times the median of the positive norms of the other clients.
 
-        The limit does not apply if `factor` is `None`, or if there are fewer than `norm_after` norms.
+        The result is infinity, which means no limit, if `factor` is `None` or if fewer than `norm_after` norms are
+        positive.
         """
         if factor is None:
             return math.inf
@@ -234,7 +238,10 @@ DEFAULT_LIMITS = UpdateLimits()
 
 
 def with_norm(norms: Norms, client: Hashable, norm: float, window: int) -> Norms:
-    """Return the latest norms of at most `window` clients after a new update. A zero norm is ignored.
+    """Add the norm of a client's new update to the latest norms of the clients.
+
+    The result contains one norm for each client, and only the `window` clients with the most recent updates. A new norm
+    of zero is ignored.
 
     Example:
         >>> with_norm((("a", 1.0), ("b", 2.0)), "a", 3.0, window=2)
@@ -246,19 +253,23 @@ def with_norm(norms: Norms, client: Hashable, norm: float, window: int) -> Norms
 
 
 def update_norm(space: Manifold, base: Tensor, points: Tensor) -> float:
-    r"""Return the norm $\max_i d(\Theta^t, \varphi_i)$ of an update with points $\varphi_i$ and base $\Theta^t$.
+    r"""Return the norm of an update, which is the largest distance between its base and one of its points.
 
-    If the norm is NaN, the result is infinity.
+    For the points $\varphi_i$ and the base $\Theta^t$, the norm is $\max_i d(\Theta^t, \varphi_i)$. If a distance is
+    NaN, the result is infinity.
     """
     return _norm_and_cosine(space, base, points, None)[0]
 
 
 def clip_update(space: Manifold, base: Tensor, points: Tensor, factor: float) -> Tensor:
-    r"""Return the clipped points $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$.
+    r"""Move the points of an update towards its base, so that their distances from the base shrink by a factor.
 
-    On a flat space, the function rounds each entry of the result once. For low-rank leaves, it returns the low-rank
-    point that is nearest to the scaled point. The distance of this point from the base can be up to twice the target
-    distance. If this distance exceeds the target, the function clips by $\lambda / 2$ instead.
+    For the points $\varphi_i$, the base $\Theta^t$ and the factor $\lambda$, the clipped points are
+    $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$. On a flat space, each entry of the result is rounded once.
+
+    For low-rank leaves, the scaled point can have a higher rank. The function then returns the nearest low-rank point,
+    whose distance from the base can be up to twice the target distance. If this distance exceeds the target, the
+    function scales by $\lambda / 2$ instead.
 
     Args:
         space: the space of the points.
@@ -288,10 +299,11 @@ def _nearest_low_rank(space: Manifold, base: Tensor, points: Tensor, factor: flo
 
 
 def _norm_and_cosine(space: Manifold, base: Tensor, points: Tensor, current: Tensor | None) -> tuple[float, float]:
-    """Return the norm of an update, and the cosine of its displacement and the drift from `base` to `current`.
+    """Return the norm of an update, and the cosine of the angle between its displacement and the drift.
 
-    If the norm is NaN, it is returned as infinity. The cosine is NaN if `current` is `None`, or if the displacement or
-    the drift is zero.
+    The drift leads from the model `base`, from which the client started, to the model `current` of the server. A norm
+    that is NaN is returned as infinity. The cosine is NaN if `current` is `None`, or if the displacement or the drift
+    is zero.
     """
     ends = points if current is None else [*points, current]
     if space.flat or space.ambient:

@@ -1,4 +1,8 @@
-"""Computation of linear steps, whose coefficients do not depend on the inner products of their rows."""
+"""Computation of linear steps, such as a step along the displacement of an update with a fixed step size.
+
+The coefficients of a linear step do not depend on inner products of models. One pass over the parameters can therefore
+compute the new model and these inner products, which are needed only for checks and metrics.
+"""
 
 from dataclasses import replace
 
@@ -14,9 +18,10 @@ __all__ = ["measure"]
 def measure(
     state: State, outcome: Outcome, numbers: dict[str, float], *, compute: bool, out: Operand | None = None
 ) -> tuple[State, Outcome, dict[str, float]]:
-    """Compute the inner products of a linear step, check its rows, and add its metrics.
+    """Check that the input vectors of a linear step are finite, and compute the metrics of the step.
 
-    If the outcome has no linear step and its rows are already checked, the function returns its arguments unchanged.
+    The function uses the inner products of these vectors for both purposes. If the outcome contains no linear step and
+    its input vectors are already checked, the function returns the state, the outcome and the metrics unchanged.
 
     Args:
         state: the next state of the rule.
@@ -30,9 +35,10 @@ def measure(
         The next state, the outcome, and the metrics including those of the linear step.
 
     Raises:
-        ArgumentError: if a row or the new model is not finite, or if the rule rejects the update.
+        ArgumentError: if an input vector or the new model is not finite, or if the rule rejects the update.
 
-    Cost: one pass over the rows. If `compute` is false, the caller needs a second pass to compute the new model.
+    Cost: one pass over the input vectors. If `compute` is false, the caller needs a second pass to compute the new
+    model.
     """
     model = outcome.model
     linear = outcome.linear

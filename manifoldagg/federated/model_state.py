@@ -11,16 +11,17 @@ __all__ = ["ModelState"]
 
 @dataclass(frozen=True)
 class ModelState:
-    r"""Immutable state of a server model. Each update replaces it by a new object.
+    r"""Immutable snapshot of the server model and of the data that a server step updates.
+
+    Each accepted update creates a new snapshot.
 
     Attributes:
         current: the current model $\Theta^\tau$.
         state: the state of the rule.
-        buffers: the buffers of the model.
-        pending_buffers: the buffers of the updates that have arrived since the last step that changed the model. `None`
-            if there are none.
+        buffers: the buffers of the model, such as running means.
+        pending_buffers: the buffers that clients have returned since the model last changed. `None` if there are none.
         version: the version $\tau$, which is the number of steps that have changed the model so far.
-        norms: the norms of the latest updates by client, if a limit depends on norms. Otherwise empty.
+        norms: pairs of a client and the norm of its latest update. The tuple is empty if no limit depends on norms.
     """
 
     current: Point

@@ -53,9 +53,9 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def tree_map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
-    """Return the tree with a function applied to each of its tensors.
+    """Apply a function to each tensor of a pytree, and return the pytree of the results.
 
-    A subtree whose tensors the function does not change is the same object in the result.
+    If the function returns every tensor of a subtree unchanged, the result contains the original subtree, not a copy.
 
     Example:
         >>> tree_map({"m": [torch.ones(2)], "count": 3}, torch.neg)
@@ -75,9 +75,9 @@ def tree_map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def has_structure(tree: Tree, template: Tree) -> bool:
-    """Return whether a tree contains all entries of a template, with tensors of the same shapes.
+    """Return whether a pytree contains all dict entries of a template, with tensors of the same shapes.
 
-    The tree may contain further entries.
+    The pytree may contain additional entries. Values of the template that are neither dicts nor tensors are ignored.
 
     Example:
         >>> template = {"m": torch.zeros(2)}
@@ -94,10 +94,10 @@ def has_structure(tree: Tree, template: Tree) -> bool:
 
 
 def copy_tensor(tensor: Tensor) -> Tensor:
-    """Copy a tensor without its autograd history.
+    """Return a copy of a tensor, detached from the autograd graph.
 
-    The function copies tensors of medium size in the calling thread, because starting threads would take longer than
-    the copy.
+    A medium-sized tensor is copied in the calling thread, because starting worker threads would take longer than the
+    copy itself.
 
     Example:
         >>> copy_tensor(torch.ones(2, requires_grad=True))
@@ -112,7 +112,9 @@ def copy_tensor(tensor: Tensor) -> Tensor:
 
 
 def unalias(tree: Tree, others: Tree) -> Tree:
-    """Return the tree, in which copies replace all tensors that share memory with a tensor in `others`.
+    """Copy those tensors of a pytree that share memory with other tensors, and return the new pytree.
+
+    The argument `others` is a pytree of these other tensors. Tensors that share no memory with them are not copied.
 
     Example:
         >>> x = torch.zeros(2)
@@ -129,7 +131,11 @@ def unalias(tree: Tree, others: Tree) -> Tree:
 
 
 def combinations(tree: Tree) -> list[Combination]:
-    """Return all linear combinations in a tree. A tree contains a `Combination` until its value is computed."""
+    """Return all deferred linear combinations in a pytree.
+
+    A `Combination` describes a linear combination of vectors. It stands for the result in a pytree until the result is
+    computed.
+    """
     if isinstance(tree, Combination):
         return [tree]
     branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
@@ -137,7 +143,7 @@ def combinations(tree: Tree) -> list[Combination]:
 
 
 def materialize(tree: Tree, computed: Mapping[Combination, Any] = NO_ROWS) -> Tree:
-    """Return the tree, in which the values of all linear combinations replace the combinations.
+    """Compute all deferred linear combinations in a pytree, and return the pytree of the results.
 
     Args:
         tree: the tree.
@@ -153,7 +159,9 @@ def materialize(tree: Tree, computed: Mapping[Combination, Any] = NO_ROWS) -> Tr
 
 
 def size_of(tree: Tree) -> int:
-    """Return the number of bytes of the storages of all tensors in a tree. A shared storage counts once.
+    """Return the number of bytes that the tensors of a pytree occupy in memory.
+
+    The function counts the whole storage of each tensor. It counts a storage that several tensors share only once.
 
     Example:
         >>> x = torch.zeros(8)
@@ -164,9 +172,10 @@ def size_of(tree: Tree) -> int:
 
 
 def introduces_nonfinite(new: Tree, old: Tree) -> bool:
-    """Return whether `new` has a non-finite tensor at a position where `old` has a finite tensor or no tensor.
+    """Return whether the pytree `new` contains a non-finite tensor at a position where the pytree `old` is finite.
 
-    The function skips an object that is at the same position in both trees.
+    A position without a tensor in `old` counts as finite. The function skips objects that are identical in both
+    pytrees.
 
     Example:
         >>> x = torch.tensor([float("inf")])
@@ -192,9 +201,9 @@ def introduces_nonfinite(new: Tree, old: Tree) -> bool:
 
 
 def upcast_8bit(tensor: Tensor) -> Tensor:
-    """Convert an 8-bit floating-point tensor to float32, because torch has no arithmetic in 8-bit dtypes.
+    """Convert an 8-bit floating-point tensor to float32, and return any other tensor unchanged.
 
-    Other tensors are returned unchanged.
+    Torch has no arithmetic in 8-bit floating-point dtypes, so such tensors must be converted before a computation.
     """
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
@@ -210,7 +219,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _storages(tree: Tree) -> dict[int, int]:
-    """Return a mapping from the address of each storage in a tree to its size in bytes, without empty storages."""
+    """Map the address of each non-empty storage in a pytree to its size in bytes."""
     held: dict[int, int] = {}
     ahead = [tree]
     while ahead:

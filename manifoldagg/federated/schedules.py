@@ -1,6 +1,7 @@
-"""Schedules: learning rates that depend on the version of the server model.
+"""Learning-rate schedules, which are functions of the version of the server model.
 
-A rule accepts a number, a schedule of this module, or any other function from the version to a number.
+The version counts the steps of the server model. A rule accepts a constant rate, a schedule of this module, or any
+other function that maps the version to a number.
 """
 
 import math
@@ -24,10 +25,10 @@ Weight = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Cyclic:
-    r"""Triangular rate schedule.
+    r"""Cyclic learning-rate schedule with a triangular shape.
 
-    In each period of $T$ versions, the rate increases linearly from $a$ to $b$ and then decreases linearly to $a$. The
-    rate at version $\tau$ is
+    In each period of $T$ versions, the learning rate increases linearly from its minimum $a$ to its maximum $b$ and
+    then decreases linearly to $a$. At version $\tau$ of the server model, the learning rate is
 
     $$\eta(\tau) = a + (b - a)\left(1 - \left|\frac{2 (\tau \bmod T)}{T} - 1\right|\right).$$
 
@@ -62,10 +63,10 @@ class Cyclic:
 
 @dataclass(frozen=True)
 class Cosine:
-    r"""Cosine rate schedule.
+    r"""Cosine learning-rate schedule.
 
-    Over $T$ versions, the rate changes from $a$ to $b$ along half a period of the cosine. Afterwards, the rate is
-    constant. The rate at version $\tau$ is
+    During the first $T$ versions of the server model, the learning rate changes from $a$ to $b$ along half a period of
+    the cosine. Afterwards, it remains constant at $b$. At version $\tau$, the learning rate is
 
     $$\eta(\tau) = b + \tfrac12 (a - b)\left(1 + \cos \frac{\pi \min(\tau, T)}{T}\right).$$
 
@@ -171,10 +172,10 @@ def check_function(name: str, function: Callable[[int], float]) -> None:
 
 
 def check_options(options: Any) -> None:
-    """Validate the fields of a frozen dataclass according to their type annotations.
+    """Check that the fields of a frozen dataclass match their type annotations.
 
-    The function checks fields that are booleans, rates, staleness weights or plain numbers. It rejects tensors and
-    arrays, because they are mutable.
+    Rules, schedules and trainers declare their options as such fields. The function checks fields that are booleans,
+    numbers, rates or staleness weights. It rejects tensors and arrays in place of numbers, because they are mutable.
 
     Raises:
         ArgumentError: if a field is invalid.

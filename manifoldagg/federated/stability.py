@@ -1,8 +1,9 @@
 r"""Stability of asynchronous training: the largest stable step size, and a suggested learning rate.
 
-A step adds $\rho$ times the displacement of a client's update to the model, where $\rho$ is the step size. If $m$
-clients train at the same time, the model has changed about $m - 1$ times since the client started. If $\rho$ is too
-large, the steps overshoot the minimum, the oscillation grows, and training diverges.
+The displacement of an update leads from the model with which the client started to the model that it returned. The
+server multiplies the displacement by the step size $\rho$ and adds it to its own model. If $m$ clients train at the
+same time, the server model changes about $m - 1$ times while one client trains, so the displacement is outdated. If
+$\rho$ is too large, such steps overshoot the minimum, the oscillation grows, and training diverges.
 """
 
 import math
@@ -135,7 +136,10 @@ def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
 
 
 def _suggested_rate(rule: Any, n: int, m: int) -> float:
-    """Return the suggested rate for n clients and m tasks in flight. A client may have several tasks in flight."""
+    """Return the learning rate that `suggest_rate` suggests for n clients and m tasks in flight.
+
+    Here, m may exceed n, because a client may have several tasks in flight.
+    """
     inner = rule
     factor = 1.0
     while hasattr(inner, "rule"):
@@ -167,12 +171,15 @@ def warn_if_unstable(
     weight: float,
     num_clients: int,
 ) -> bool:
-    """Warn if the step size of a client with an average weight exceeds the stability limit.
+    """Warn if the step size of an update exceeds the stability limit.
 
-    The function divides the step size by N times the weight of the client, because a single client with many samples
-    does not make training unstable. It estimates the concurrency as the smaller of two numbers: the number of tasks in
-    flight, and $K x + 1$, where K is the number of updates in each step and x is the staleness. Because of the
-    minimum, neither lost clients nor a single late update increase the estimate.
+    Two estimates avoid false warnings:
+
+    - Step size: a single client with many samples does not make training unstable. The function therefore estimates the
+      step size of a client with the average weight 1 / N: it divides the step size by N times the weight of the client.
+    - Concurrency: the estimate is the smaller of the number of tasks in flight and $K x + 1$. Here, K is the number of
+      updates in each step, and x is the staleness of the update. Neither lost clients nor a single late update can
+      therefore increase the estimate.
 
     Args:
         rule: the rule that computed the step.
@@ -215,7 +222,9 @@ def warn_if_unstable(
 
 
 def is_synchronous(rule: Any) -> bool:
-    """Return whether a rule waits for all clients of a cohort, so that its updates are never stale.
+    """Return whether a rule is synchronous, so that it waits for all clients of a cohort before each step.
+
+    The updates of a synchronous rule are never stale.
 
     Example:
         >>> from manifoldagg.federated.rules import DeFedAvg, FedAvg
@@ -226,7 +235,9 @@ def is_synchronous(rule: Any) -> bool:
 
 
 def updates_per_step(rule: Any) -> int:
-    """Return the number of updates from which a rule, or the rule that it wraps, computes one step.
+    """Return the number of updates that a rule combines in one step.
+
+    For a wrapper such as `Momentum`, this is the number of the wrapped rule.
 
     Example:
         >>> from manifoldagg.federated.rules import FedAsync, FedBuff, Momentum
@@ -265,7 +276,9 @@ def with_buffer_size(rule: Any, size: int) -> Any:
 
 
 def has_buffer(rule: Any) -> bool:
-    """Return whether a rule, or a rule that it wraps, has a buffer whose size `with_buffer_size` can change.
+    """Return whether `with_buffer_size` can change the buffer size of a rule.
+
+    This is possible for a buffered rule such as `FedBuff`, and for a wrapper around a buffered rule.
 
     Example:
         >>> from manifoldagg.federated.rules import FedAsync, FedBuff

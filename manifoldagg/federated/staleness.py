@@ -1,4 +1,8 @@
-"""Staleness weights: factors s(x) by which rules multiply their rate for an update with staleness x."""
+"""Staleness weights, with which rules reduce the influence of stale updates.
+
+The staleness x of an update is the number of server steps since the client received its model. The rule multiplies its
+learning rate, or the weight of the update in a mean, by the staleness weight s(x).
+"""
 
 import sys
 from dataclasses import dataclass
@@ -47,7 +51,9 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class Hinge:
-    r"""Staleness weight that decreases only above a threshold: $s(x) = 1$ if $x \le b$, else $1 / (a (x - b) + 1)$.
+    r"""Staleness weight that is 1 up to a threshold and decreases for staler updates.
+
+    An update with the staleness $x$ has the weight $s(x) = 1$ if $x \le b$, and $s(x) = 1 / (a (x - b) + 1)$ otherwise.
 
     Args:
         a: the slope $a \ge 0$ of the denominator.

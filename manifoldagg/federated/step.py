@@ -1,11 +1,12 @@
-"""One step of the server: a rule applies a validated update to the model state.
+"""Server steps, in which a rule applies one validated client update to the model state.
 
 The function `step` has three phases:
 
 1. Plan: the rule computes the coefficients of the step from small matrices, such as the inner products of models.
 2. Check: `step` validates the result of the rule.
-3. Commit: `step` computes the new model and the new state of the rule from the coefficients. This phase cannot fail,
-   so that an error never leaves a partial result.
+3. Commit: `step` computes the new model and the new state of the rule from the coefficients.
+
+The commit phase comes last, so an update that fails a check leaves the model state unchanged.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from manifoldagg.manifolds import Manifold, ParameterSpace
 __all__ = ["StepPlan", "run_rule", "step"]
 
 PLAIN_TYPES = frozenset({int, float, bool, str, type(None)})
-"""The types of state entries that contain no tensors, and therefore need neither a check nor a copy."""
+"""The types of state entries that are not tensors and therefore need neither a finiteness check nor a copy."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class StepPlan:
 
     @cached_property
     def narrow_space(self) -> ParameterSpace | None:
-        """The space if clients receive models in a narrower dtype than the server stores. Otherwise `None`."""
+        """The space, if clients receive models in a narrower dtype than the server stores, or `None` otherwise."""
         return self.space if isinstance(self.space, ParameterSpace) and self.space.is_narrow else None
 
 
@@ -93,7 +94,9 @@ def step(
     *,
     atomic: bool = False,
 ) -> tuple[ModelState, Outcome]:
-    """Apply an update to the model state with a rule. The result shares no memory with the inputs.
+    """Apply a client update to the model state with the rule of a server.
+
+    The new model state shares no memory with the update.
 
     Args:
         plan: the configuration of the step.
@@ -187,7 +190,11 @@ def run_rule(
 
 
 def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Update:
-    """Return the update with copies of those points and tensors that share memory with the state or with `out`."""
+    """Return the update with copies of those tensors that share memory with the server's tensors.
+
+    The function copies points and additional tensors that share memory with the base, the current model, the state of
+    the rule, the client state or the output buffer `out`.
+    """
     mine = [update.base, before.current, before.state, update.client_state, out]
     points, tensors = unalias((update.points, update.tensors), mine)
     if points is update.points and tensors is update.tensors:
@@ -198,7 +205,10 @@ def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Upd
 def _own_finite_state(
     state: State, outcome: Outcome, before: ModelState, update: Update, out: Row | None
 ) -> tuple[State, Any]:
-    """Compute and check the next state of the rule and the next client state, and copy tensors that they do not own.
+    """Compute and check the next state of the rule and the next client state, and return both.
+
+    The function copies those tensors of the two states that share memory with the update, with a model or with the
+    output buffer.
 
     Args:
         state: the next state of the rule, which may contain linear combinations that are not yet computed.
@@ -237,11 +247,11 @@ def _validate_model(plan: StepPlan, model: Any, out: Any) -> None:
 
 
 def _check_receivable(plan: StepPlan, space: ParameterSpace, state: State, model: Any, current: Any) -> None:
-    """Check that the new model is finite in the dtypes that clients receive.
+    """Check that clients can receive the new model, so that it is finite after the conversion to their dtypes.
 
-    A rule may store displacements that later steps add to the model, such as a momentum. If these displacements made
-    the model overflow, the server would have to reject all later updates. The check therefore also adds the
-    displacements that the method `carried_displacements` of the rule returns.
+    Some rules store displacements that later steps add to the model, such as a momentum. If these displacements made
+    the model overflow, the server would have to reject all later updates. The function therefore also checks the model
+    plus the displacements that the method `carried_displacements` of the rule returns.
 
     Args:
         plan: the configuration of the step.

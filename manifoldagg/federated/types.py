@@ -72,15 +72,15 @@ else:
 
 @dataclass(frozen=True)
 class Message:
-    """Data that the server sends to a client for one task.
+    """Message that the server sends to a client, with the inputs of one training task.
 
     Attributes:
         start: the model from which training starts, as a vector (P,) of P parameters.
         tensors: additional tensors that the rule sends, by name.
         numbers: additional numbers that the rule sends, by name.
-        buffers: the buffers of the model by name. Empty if the server stores no buffers.
+        buffers: the buffers of the model, such as running means, by name. Empty if the server stores no buffers.
         requested_buffers: the names of the buffers that the client must return.
-        version: the version of the model, from which trainers can compute schedules. `None` if it is unknown.
+        version: the version of the server model, from which trainers compute schedules. `None` if it is unknown.
 
     Example:
         >>> Message(torch.zeros(10), {"m": torch.zeros(10, dtype=torch.float64)}, {"epochs": 3.0}).nbytes
@@ -126,7 +126,10 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all tensors in the payload, except the client state, which stays on the client."""
+        """The number of bytes of all tensors that the client sends to the server.
+
+        The client state does not count, because it stays on the client.
+        """
         base = () if self.base is None else (self.base,)
         return _total_nbytes(self.points, *self.tensors.values(), *self.buffers.values(), *base)
 
@@ -172,24 +175,24 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class LinearStep:
-    """Step whose coefficients do not depend on inner products of its inputs.
+    """Step along a linear combination whose coefficients are known before any inner product is computed.
 
-    The server can therefore compute the new model and the inner products in the same pass over the parameters. It uses
-    the inner products only for checks and metrics.
+    The server can therefore compute the new model and the inner products of the input vectors in one pass over the
+    parameters. The inner products serve only for checks and metrics.
 
     Attributes:
-        frame: the flat frame that contains the rows of the linear combination.
-        metrics: a function that checks the Gram matrix of the frame (the inner products of its rows), and returns the
-            metrics of the step.
+        frame: the frame on a flat space, which contains the input vectors of the linear combination.
+        metrics: a function that receives the Gram matrix of the frame, which contains the inner products of its
+            vectors. The function checks the matrix and returns the metrics of the step.
     """
 
     frame: FrameRows
     metrics: Callable[[Gram], dict[str, float]]
 
     def metrics_within(self, gram: Gram) -> dict[str, float]:
-        """Return the metrics of the step, given the Gram matrix of a larger frame.
+        """Return the metrics of this step from the Gram matrix of a frame with additional vectors.
 
-        The larger frame must start with the rows of this frame.
+        The additional vectors must come after the vectors of the step's own frame.
         """
         gram = gram.first_rows(len(self.frame.rows))
         self.frame.remember_norms(gram.matrix.diagonal().tolist())
@@ -220,13 +223,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Ticket for one task of a client, which `Server.dispatch` returns.
+    """Ticket that `Server.dispatch` issues for one training task of a client.
 
     Attributes:
-        id: the unique id of the ticket, which `Server.receive` requires.
-        version: the version of the server model at the dispatch.
-        message: the input of the trainer.
-        space: the space of the server.
+        id: the unique id of the ticket. Pass it to `Server.receive` together with the client's payload.
+        version: the version of the server model when the task was dispatched.
+        message: the message to the client, which is the input of its trainer.
+        space: the space of the server's models.
     """
 
     id: str
@@ -235,9 +238,9 @@ class Ticket:
     space: Manifold | None = field(default=None, compare=False, repr=False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the start model as a state dict, which `torch.nn.Module.load_state_dict` accepts.
+        """Return the model from which the client starts, as a state dict for `torch.nn.Module.load_state_dict`.
 
-        The state dict also contains the buffers that the server stores.
+        If the server stores the buffers of the model, the state dict also contains these buffers.
 
         Raises:
             ArgumentError: if the space is not a `ParameterSpace`.
@@ -292,7 +295,9 @@ class Receipt:
         return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in fields}
 
     def check(self) -> "Receipt":
-        """Return this receipt if the update was accepted. Otherwise, raise an error with the reason as its message.
+        """Raise an error if the server has rejected the update, and otherwise return this receipt.
+
+        The message of the error is the reason for the rejection.
 
         Raises:
             BusyError: if the server was busy. The client may return the same update later.
@@ -344,9 +349,9 @@ class Rule(Protocol):
     def message(
         self, space: Manifold, state: State, current: Float[Tensor, " P"], client_state: ClientState
     ) -> Message:
-        """Return the message to a client.
+        """Return the message that the server sends to a client with its next task.
 
-        The start model of the message may be `current` itself, because the server copies it.
+        The message may contain the tensor `current` itself as the start model, because the server copies it.
         """
 
     def step(
@@ -354,8 +359,8 @@ class Rule(Protocol):
     ) -> tuple[State, Outcome]:
         """Process one update, and return the next state of the rule and the outcome.
 
-        The caller owns the tensors of `update`. The rule must clone a tensor to store it in the state, and it may write
-        only to `out`. The argument `out` is an optional output buffer for the new model.
+        The caller owns the tensors of `update`. To store such a tensor in the state, the rule must clone it. The only
+        tensor that the rule may write to is `out`, an optional output buffer for the new model.
         """
 
 
@@ -396,8 +401,8 @@ class Averaging(Protocol):
     def update(self, version: int, model: Float[Tensor, " P"]) -> None:
         """Add a new version of the model to the average.
 
-        The method may store `model` but must not modify it. A repeated version must have no effect, because a server
-        may pass the latest version again after an interrupt.
+        The method may store the tensor `model` but must not modify it. If the method receives the latest version a
+        second time, the second call must have no effect. Such a call can happen after an interrupt of the server.
         """
 
     def state(self) -> Any:
@@ -474,15 +479,19 @@ def check_parameter_space(space: Manifold | None) -> ParameterSpace:
 
 
 def accepts_tensor_lists(rule: Rule, space: Manifold) -> bool:
-    """Return whether the server calls `plan` of a rule with lists of tensors on this space, instead of `step`."""
+    """Return whether a rule accepts models as lists of tensors on the given space.
+
+    If it does, the server calls the method `plan` of the rule with these lists. Otherwise, the server concatenates the
+    tensors of each model into one vector and calls the method `step`.
+    """
     return space.flat and has_plan(rule)
 
 
 def has_plan(rule: Rule) -> bool:
-    """Return whether the method `plan` of a rule accepts lists of tensors.
+    """Return whether a rule has a method `plan` that accepts models as lists of tensors.
 
-    If a subclass overrides only `step`, the result is false, because `plan` of its base class would be wrong. The
-    server then calls `step` with vectors.
+    If a subclass overrides only `step`, the result is false, because the `plan` that it inherits would compute another
+    step. The server then calls `step` with models as vectors.
     """
     return bool(getattr(rule, "accepts_tensor_lists", False)) and _defines_plan_last(type(rule))
 

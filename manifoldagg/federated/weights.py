@@ -118,9 +118,9 @@ class Weights:
         return replace(self, reported=self.reported.set(client, before - 1), bit_length_histogram=histogram)
 
     def without_ticket(self, client: Hashable) -> "Weights":
-        """Return the weights after a ticket has ended without an update.
+        """Return the weights after one ticket of a client has ended without an update.
 
-        If this was the last ticket of a client that has never returned an update, the client no longer participates.
+        If the client has no other ticket and has never returned an update, it no longer participates.
         """
         before = self.reported.get(client, 0)
         if before >= 0:
@@ -176,13 +176,19 @@ class Weights:
         return samples * seen / (everybody * total)
 
     def share(self, client: Hashable, samples: int) -> float:
-        """Return the weight of a client before normalisation, which is its sample count, or 1 for uniform weights."""
+        """Return the weight of a client before normalisation.
+
+        This is the sample count of the client, or 1 if all clients have the same weight.
+        """
         if self.kind == "given":
             return float(self.sample_counts[client])
         return float(samples) if self.kind == "observed" else 1.0
 
     def with_report(self, client: Hashable, samples: int) -> "Weights":
-        """Return the weights after a client has reported a sample count, which must already be capped."""
+        """Return the weights after a client has reported its sample count.
+
+        The argument `samples` must be the result of `capped`, which limits the reported count.
+        """
         found = self.reported.get(client)
         if found == samples:
             return self
@@ -253,10 +259,10 @@ class Weights:
 
 
 def check_client(client: Hashable, name: str = "client") -> Hashable:
-    """Return the name of a client if it is hashable and can be compared by its content.
+    """Check that the name of a client is hashable and is compared by its content, and return the name.
 
-    The function converts a NumPy scalar to a Python value, because comparing a NumPy scalar with a tuple returns an
-    array.
+    If the name is a NumPy scalar, the function returns the equal Python value, because a comparison between a NumPy
+    scalar and a tuple results in an array.
 
     Args:
         client: the name of the client.
@@ -296,7 +302,10 @@ def _is_recap_due(num_reports: int) -> bool:
 
 
 def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int | None = None) -> tuple[int, ...]:
-    """Add a count with `bit_length` binary digits to the histogram, and remove a count with `removed` digits."""
+    """Add a sample count with `bit_length` binary digits to a histogram of bit lengths.
+
+    If `removed` is given, the function also removes one sample count with `removed` binary digits.
+    """
     longer = [*histogram, *[0] * (bit_length + 1 - len(histogram))]
     longer[bit_length] += 1
     if removed is not None:
@@ -307,9 +316,9 @@ def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int 
 
 
 def _bit_length_at(histogram: tuple[int, ...], rank: int, excluded: int) -> int:
-    """Return the number of binary digits of the count at position `rank` of the sorted, non-zero counts.
+    """Return the bit length of the sample count at position `rank` of the sorted, positive sample counts.
 
-    One count with `excluded` digits is ignored.
+    The function reads it from a histogram of bit lengths. It first removes one count with the bit length `excluded`.
     """
     for digits in range(1, len(histogram)):
         rank -= histogram[digits] - (digits == excluded)
