@@ -1,3 +1,3 @@
-"""Integrations with other frameworks. Each integration is a module that is imported on first access."""
+"""Integrations with other frameworks, such as Flower. Each integration is a module that must be imported separately."""
 
 __all__: list[str] = []

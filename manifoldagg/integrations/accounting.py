@@ -1,11 +1,11 @@
 r"""Privacy accounting: the parameters $(\varepsilon, \delta)$ of differential privacy for a private rule.
 
-The rule [`Private`][manifoldagg.federated.rules.Private] is a sequence of Gaussian mechanisms, each with noise
-multiplier $\sigma$. For a client that contributes n updates, the whole sequence is as private as one Gaussian mechanism
-with noise multiplier $\sigma / \sqrt n$. Amplification by subsampling does not apply, because the first clients to
-reply are not a uniform sample.
+The rule [`Private`][manifoldagg.federated.rules.Private] is a sequence of Gaussian mechanisms, each with the noise
+multiplier $\sigma$. For a client that contributes $n$ updates, the whole sequence is as private as one Gaussian
+mechanism with the noise multiplier $\sigma / \sqrt n$. Subsampling does not amplify the privacy, because the first
+clients to reply are not a uniform sample.
 
-The computation uses Google's `dp-accounting`, which the extra `privacy` installs.
+The functions use Google's library `dp-accounting`, which the extra `privacy` installs.
 """
 
 import math
@@ -20,13 +20,14 @@ __all__ = ["epsilon", "noise_for"]
 def epsilon(noise: float, *, participations: float, delta: float) -> float:
     r"""Compute the smallest $\varepsilon$ for which all models are $(\varepsilon, \delta)$-private for every client.
 
-    The parameters satisfy the following equation, in which $n$ is `participations` and $\sigma$ is `noise`:
+    This $\varepsilon$ satisfies the following equation. Here, $n$ is `participations`, $\sigma$ is `noise`, and $\Phi$
+    is the distribution function of the standard normal distribution:
 
     $$\delta = \Phi\Bigl(\frac{\mu}{2} - \frac{\varepsilon}{\mu}\Bigr)
       - e^\varepsilon\, \Phi\Bigl(-\frac{\mu}{2} - \frac{\varepsilon}{\mu}\Bigr), \qquad \mu = \frac{\sqrt n}{\sigma}.$$
 
-    This definition of privacy compares a run with another run in which all updates of one client are zero. A stronger
-    definition allows arbitrary updates of this client in the other run, which doubles $\mu$. For the stronger
+    The definition of privacy compares a run with a second run in which all updates of one client are zero. A stronger
+    definition allows arbitrary updates of this client in the second run, which doubles $\mu$. To use the stronger
     definition, pass half of the noise multiplier.
 
     Args:

@@ -1,6 +1,7 @@
 """Monitoring of a server with `logging`, TensorBoard and Prometheus.
 
-Each function returns a callback, which the user passes to `Server.on_event`. The server then calls it for each event.
+Each function creates a callback for one of these systems. Pass the callback to `Server.on_event`, so that the server
+calls it for each event.
 """
 
 import logging
@@ -45,7 +46,9 @@ SECONDS_BUCKETS = tuple(digit * 10.0**power for power in range(-4, 5) for digit 
 
 
 class PrometheusMetric(NamedTuple):
-    """The definition of a Prometheus metric. Names, kinds, units and labels are part of the public interface.
+    """Definition of a metric that a server exports to Prometheus.
+
+    The names, kinds, units and labels of the metrics are part of the public interface.
 
     Attributes:
         name: the name. Prometheus appends `_total` to a counter, and `_bucket`, `_sum` and `_count` to a histogram.
@@ -95,10 +98,11 @@ PROMETHEUS_METRICS = (
 
 
 def to_logging(logger: logging.Logger) -> Callback:
-    """Create a callback that logs one line per event.
+    """Create a callback that logs one line for each event of a server.
 
-    Rejected updates, expired tickets and failed checkpoints have the level `WARNING`. Other events have the level
-    `INFO`. Each log record stores the event in its attribute `event`, so that a handler can write the event as JSON.
+    Rejected updates, expired tickets and failed checkpoints are logged with the level `WARNING`, and all other events
+    with the level `INFO`. The attribute `event` of each log record contains the event, so that a handler can write it
+    as JSON.
 
     Args:
         logger: the logger for the events. The server logs its errors separately, to `logging.getLogger("manifoldagg")`.
@@ -136,15 +140,15 @@ def to_logging(logger: logging.Logger) -> Callback:
 
 
 def to_tensorboard(writer: "SummaryWriter") -> Callback:
-    """Create a callback that writes scalars to TensorBoard. The step of each scalar is the model version.
+    """Create a callback that writes the metrics of a server to TensorBoard.
 
-    The scalars are:
+    The step of each scalar is the version of the model. The scalars are:
 
-    - `updates/staleness`, `updates/latency` and others: the numbers in the row of `Server.history` for each accepted
-      update.
-    - `rejected/points` and others: the number of updates rejected because of this field, since the creation of the
-      callback.
-    - `memory/versions` and others: the memory of the server in bytes, by kind.
+    - `updates/staleness`, `updates/latency` and others: for each accepted update, the numbers in its row of
+      `Server.history`, its latency, and the duration of its step.
+    - `rejected/points` and others: the number of updates that were rejected because of the named field, such as
+      `points`, since the creation of the callback.
+    - `memory/versions` and others: the memory usage of the server in bytes, by kind of data.
     - `tickets`: the number of tickets in flight.
 
     Args:
@@ -174,9 +178,10 @@ def to_tensorboard(writer: "SummaryWriter") -> Callback:
 
 
 def to_prometheus(registry: "CollectorRegistry | None" = None) -> Callback:
-    """Create a callback that exports metrics to Prometheus.
+    """Create a callback that exports the metrics of a server to Prometheus.
 
-    [`PROMETHEUS_METRICS`][manifoldagg.integrations.monitoring.PROMETHEUS_METRICS] lists the metrics.
+    [`PROMETHEUS_METRICS`][manifoldagg.integrations.monitoring.PROMETHEUS_METRICS] lists these metrics.
+
     [The guide](../guide/monitoring.md#names-and-units-of-the-prometheus-metrics) explains their names and units.
 
     Args:

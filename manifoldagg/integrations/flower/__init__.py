@@ -1,4 +1,4 @@
-"""Flower integration: an asynchronous strategy for the server, and a `ClientApp` for the nodes."""
+"""Flower integration: an asynchronous strategy for the server, and a `ClientApp` that runs on the nodes."""
 
 from importlib.util import find_spec
 

@@ -222,7 +222,10 @@ class _NodeState:
         self._set_entry(CLIENT_STATE_KEY, b"" if tree is None else pack(bare))
 
     def error_feedback(self, codec: Codec) -> ErrorFeedback:
-        """Return the error feedback for a codec. Restore the residual if the last update had the same codec."""
+        """Return the node's error feedback, which adds the compression error of earlier updates to the next update.
+
+        If the last update had another codec, the error feedback starts without a compression error.
+        """
         feedback = ErrorFeedback(codec)
         data = self._entries().get(FEEDBACK_KEY)
         saved: Any = unpack(data).client_state if data else {"codec": None}
@@ -239,7 +242,11 @@ class _NodeState:
 def _read_message(
     content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace
 ) -> tuple[Message, Ticket | None]:
-    """Return the message with tensors on the device of the model, and the ticket if the message has the wire format."""
+    """Decode the message of a training or evaluation task, and move its tensors to the device of the model.
+
+    Returns:
+        The message, and its ticket. The ticket is `None` unless the message has the wire format of `manifoldagg.wire`.
+    """
     device = next(model.parameters(), torch.empty(0)).device
     data = record_to_bytes(content)
     if data is None:
@@ -255,7 +262,10 @@ def _read_message(
 def _message_from_state_dict(
     content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace, device: torch.device
 ) -> Message:
-    """Convert a state dict to a message. The message requests all buffers, but not the frozen parameters among them."""
+    """Convert the state dict in a Flower message to a message of this library.
+
+    The result requests all buffers from the node, except frozen parameters, which also count as buffers.
+    """
     records = list(content.array_records.values())
     if len(records) != 1:
         raise ArgumentError(f"message: expected one ArrayRecord, a model, got {len(records)}")
@@ -272,7 +282,11 @@ def _message_from_state_dict(
 
 
 def _client_id(context: FlowerContext) -> int:
-    """Return the number of the node's data partition, which a simulation also uses, or the node id without one."""
+    """Return the number that identifies a node in random seeds.
+
+    If the node has a data partition, this is the number of the partition, as in a simulation. Otherwise, it is the node
+    id.
+    """
     part = context.node_config.get("partition-id")
     return part if type(part) is int and part >= 0 else context.node_id
 
@@ -280,7 +294,10 @@ def _client_id(context: FlowerContext) -> int:
 def _reiterable_batches(
     data: Callable[[FlowerContext, int], Iterable[Any]], context: FlowerContext, task_index: int
 ) -> Iterable[Any]:
-    """Return the batches of a task. Reject an iterator, which would be silently empty after one epoch."""
+    """Return the batches of a task, and check that they are re-iterable.
+
+    An iterator raises `ArgumentError`, because it would be empty after the first epoch.
+    """
     batches = data(context, task_index)
     if isinstance(batches, Iterator):
         kind = type(batches).__name__

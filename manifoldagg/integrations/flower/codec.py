@@ -106,7 +106,10 @@ class MessageCodec:
         return ticket.id, {self._key: record}
 
     def model(self) -> ArrayRecord:
-        """Return the current model. If an earlier message contained the same version, reuse its arrays."""
+        """Return the current model as a Flower `ArrayRecord`.
+
+        If an earlier message contained the same version of the model, the record reuses the arrays of this message.
+        """
         packed = self._packed
         if packed is None or not packed.is_current or packed.ticket.version != self._server.version:
             return array_record(self._server.state_dict())
@@ -117,7 +120,10 @@ class MessageCodec:
         self._packed = None
 
     def receive(self, ticket: str, content: RecordDict) -> Receipt:
-        """Decode a reply and pass the update to the server. The server rejects a reply that cannot be decoded."""
+        """Decode the reply of a node, pass its update to the server, and return the receipt.
+
+        If the reply cannot be decoded, the server rejects the update.
+        """
         receipt = self._receive(ticket, content)
         if self._packed is not None and self._packed.ticket.version != self._server.version:
             self.release()
@@ -161,9 +167,10 @@ class MessageCodec:
 
 
 def _with_safe_errors(decode: Callable[..., T], *args: Any) -> T:
-    """Call a decoder and sanitise its error messages.
+    """Call a decoder, and sanitise the messages of its errors.
 
-    An error message can quote text that a node has sent. This text must not inject lines into a log or fill the log.
+    The message of an error can quote text that a node has sent. Without sanitisation, a node could insert lines into
+    the log or fill the log.
 
     Raises:
         WireError: if the decoder raises an error. The new message is the decoder's message as one printable line of at

@@ -43,11 +43,11 @@ FlowerMessage: TypeAlias = flwr.app.Message
 
 
 class _TrainTask(NamedTuple):
-    """Training task of a node.
+    """Training task of a node, which waits in a queue or is in flight.
 
     Attributes:
-        id: the identifier of the ticket.
-        records: the records of the message. The value is `None` after the message has been sent, which saves memory.
+        id: the id of the ticket that the server has issued for the task.
+        records: the records of the message to the node. To save memory, the value is `None` after the message was sent.
     """
 
     id: str
@@ -81,13 +81,13 @@ class _EvalTask(NamedTuple):
 class _Isolation:
     """Set of nodes whose replies the dispatcher fetches separately.
 
-    One call of Flower can fetch the replies of many nodes. If Flower cannot parse one of them, all of them may be lost.
-    After an unreadable reply, the dispatcher therefore isolates the node: it fetches each reply of this node in a
-    separate call.
+    One call of Flower can fetch the replies of many nodes. If Flower cannot parse one of these replies, all of them may
+    be lost. When a node has sent an unreadable reply, the dispatcher therefore isolates the node: it fetches each
+    further reply of this node in a separate call.
 
-    The isolation ends after 2^n readable replies, where n is the number of unreadable replies of the node so far.
-    Because of this growth, a node that alternates between readable and unreadable replies rarely causes the loss of
-    other replies.
+    The isolation ends after 2^n readable replies, where n is the number of unreadable replies of the node so far. This
+    number doubles with each unreadable reply, so that a node that alternates between readable and unreadable replies
+    rarely causes the loss of other replies.
     """
 
     def __init__(self) -> None:
@@ -112,9 +112,9 @@ class _Isolation:
 
 
 class MessageDispatcher:
-    """Dispatcher that sends messages to nodes, fetches their replies and assigns each reply to its task.
+    """Dispatcher that sends tasks to Flower nodes, fetches their replies, and assigns each reply to its task.
 
-    Each node has at most one message in flight. Other tasks of the node wait in a queue.
+    Each node works on at most one task at a time. Its other tasks wait in a queue.
 
     Args:
         grid: the grid of the `ServerApp`.
@@ -185,9 +185,10 @@ class MessageDispatcher:
             self._server.drop(ticket)
 
     def start_evaluation(self, evaluation: EvaluationRound, messages: Iterable[FlowerMessage]) -> None:
-        """Queue the messages of an evaluation.
+        """Queue the messages that ask nodes to evaluate the model.
 
-        Nodes that have disconnected are skipped, and also nodes with `MAX_QUEUED_EVALUATIONS` unfinished evaluations.
+        The method skips nodes that have disconnected, and nodes that already have `MAX_QUEUED_EVALUATIONS` unfinished
+        evaluations.
 
         Args:
             evaluation: the evaluation. The method updates its counts of nodes and missing replies.
@@ -214,9 +215,10 @@ class MessageDispatcher:
         return over
 
     def train_tasks(self) -> list[tuple[int, dict[str, ArrayRecord | ConfigRecord]]]:
-        """Return the nodes to which the caller must send training tasks, each with the records of its message.
+        """Return the nodes that wait for a training task, each with the records of its message.
 
-        While `send` calls `configure`, the result contains these nodes. At any other time, the result is empty.
+        The result contains these nodes only while the method `send` calls its argument `configure`. Otherwise, it is
+        empty.
         """
         return [
             (node, work.records)
@@ -227,8 +229,8 @@ class MessageDispatcher:
     def send(self, configure: Callable[[], Iterable[FlowerMessage]]) -> None:
         """Send the next task of each free node.
 
-        If `configure` returns no message for a task or Flower does not send the message, the task fails and the node
-        backs off.
+        A task fails if `configure` returns no message for it, or if Flower does not send the message. The node then
+        backs off, which means that it receives no tasks for some time.
 
         Args:
             configure: a function that returns the messages for the training tasks that `train_tasks` returns.
@@ -266,14 +268,19 @@ class MessageDispatcher:
             self._on_work_finished(node, work)
 
     def find_task(self, message_id: str) -> tuple[int, str] | None:
-        """Return the node and the ticket identifier of a training message, or `None` if the task has ended."""
+        """Find the training task of a message that was sent to a node.
+
+        Returns:
+            The node, and the id of the ticket. `None` if the task has ended, or if the message requests an evaluation.
+        """
         held = self.nodes.lookup(message_id)
         return (held[0], held[1].id) if held is not None and isinstance(held[1], _TrainTask) else None
 
     def next_reply(self) -> FlowerMessage | None:
-        """Fetch the next reply, and return it if it is a reply to a training task.
+        """Fetch the next reply of a node, and return it if it is a reply to a training task.
 
-        The method itself processes replies to evaluations, replies to ended tasks, and all replies after `close`.
+        The method itself processes all other replies. These are replies to evaluations, replies to tasks that have
+        already ended, and all replies after `close`.
 
         Returns:
             The reply to a training task, with content or an error. The caller must then call `complete`. The result is
@@ -304,7 +311,7 @@ class MessageDispatcher:
         return None
 
     def complete(self, message_id: str, *, succeeded: bool) -> None:
-        """Mark the task of a message as completed, and dispatch the next tasks.
+        """Mark the task of a message as completed, and dispatch the tasks that the client sampler selects next.
 
         A second call for the same message has no effect.
 
@@ -317,10 +324,10 @@ class MessageDispatcher:
             self._on_work_finished(node, work, succeeded)
 
     def _poll(self) -> None:
-        """Fetch one batch of the available replies.
+        """Fetch the next batch of available replies from Flower.
 
-        A full poll fetches the replies to all messages in flight, in several batches. If a full poll has found no
-        reply, the next full poll starts after the poll interval.
+        Several batches form a full poll, which requests the replies to all messages in flight. If a full poll has found
+        no reply, the method waits for the poll interval before the next full poll.
         """
         if not self._unpolled:
             if self._is_idle:
@@ -346,7 +353,11 @@ class MessageDispatcher:
                 )
 
     def _pull_safe(self, message_ids: list[str]) -> list[FlowerMessage]:
-        """Fetch the available replies to the given messages. If one is unreadable, fetch each reply separately."""
+        """Fetch the available replies to some messages from Flower.
+
+        If Flower cannot parse one of the replies, the method fetches each reply separately, so that it also finds the
+        readable replies.
+        """
         try:
             return list(self._grid.pull_messages(message_ids)) if message_ids else []
         except UNREADABLE_REPLY_ERRORS as error:
@@ -367,9 +378,9 @@ class MessageDispatcher:
             return brought
 
     def _is_isolated(self, message_id: str) -> bool:
-        """Return whether to fetch the reply to a message separately.
+        """Return whether the dispatcher must fetch the reply to a message separately.
 
-        The result is also `True` for an ended task, because its node is unknown.
+        The result is also `True` if the task of the message has ended, because its node is then unknown.
         """
         held = self.nodes.lookup(message_id)
         return held is None or held[0] in self._isolation
@@ -417,7 +428,7 @@ class MessageDispatcher:
             self.nodes.enqueue(node, _TrainTask(*self._issue(node)))
 
     def _on_work_finished(self, node: int, work: _TrainTask | _EvalTask, succeeded: bool = False) -> None:
-        """Free a node after its task has ended, and dispatch tasks to the nodes that the sampler selects."""
+        """Process the end of a node's task, and dispatch the tasks that the client sampler selects next."""
         if isinstance(work, _EvalTask) or not succeeded:
             self._cancel(work)
         if not succeeded:

@@ -1,4 +1,4 @@
-"""The training loop of the strategy, which runs rounds and evaluations and writes checkpoints."""
+"""Training loop of the asynchronous Flower strategy, which runs rounds and evaluations and writes checkpoints."""
 
 import logging
 import time
@@ -37,9 +37,10 @@ EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class TrainingLoop(Strategy):
-    """Base class for the strategy, which runs the rounds of training and evaluation.
+    """Base class of the asynchronous Flower strategy, which runs the rounds of training and evaluation.
 
-    The end of a round does not depend on the slowest nodes. Subclasses build the messages and process the replies.
+    A round ends after a number of accepted updates, so it does not wait for the slowest nodes. Subclasses build the
+    messages to the nodes and process the replies.
 
     Attributes:
         server: the server of the current run or the last run.
@@ -84,7 +85,7 @@ class TrainingLoop(Strategy):
     def stop(self) -> None:
         """Request the end of the run.
 
-        After this call, the method `start` stops dispatching tasks, writes the checkpoint and returns. Any thread or
+        The running call of `start` then stops dispatching tasks, writes the checkpoint and returns. Any thread or
         signal handler can call `stop`. A call before `start` has no effect.
         """
         self._stop_requested = True
@@ -99,9 +100,9 @@ class TrainingLoop(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Train for a number of rounds.
+        """Train the model for a number of rounds.
 
-        If an exception such as `KeyboardInterrupt` or an error in `evaluate_fn` interrupts the run, the strategy writes
+        An exception, such as `KeyboardInterrupt` or an error in `evaluate_fn`, ends the run. The strategy then writes
         the checkpoint before it raises the exception again.
 
         Args:
@@ -310,7 +311,7 @@ class TrainingLoop(Strategy):
         self._report.flush()
 
     def _close_after_error(self) -> None:
-        """Stop training after an exception, and write the checkpoint. If one of these steps fails, log the error."""
+        """Stop the run after an exception, and write the checkpoint. Errors of these steps are only logged."""
         if self._is_open:
             for step in (self._report.flush, self._dispatcher.close, self._codec.release, self._save_checkpoint):
                 try:
@@ -319,7 +320,10 @@ class TrainingLoop(Strategy):
                     LOG.exception("an exception was raised while stopping the run:")
 
     def _save_checkpoint(self) -> None:
-        """Write a checkpoint. Log an error instead of raising it, so that `start` can still return the result."""
+        """Write a checkpoint of the server, and the file of the rounds.
+
+        The method logs an error instead of raising it, so that `start` can still return the result of the run.
+        """
         if self.durability.checkpoint is not None:
             try:
                 self.server.save()
@@ -341,7 +345,10 @@ class TrainingLoop(Strategy):
             self._write_rounds()
 
     def _write_rounds(self) -> None:
-        """Write the finished rounds to the file. Log an error instead of raising it, so that the run continues."""
+        """Write the metrics of the finished rounds to their file.
+
+        The method logs an error instead of raising it, so that the run continues.
+        """
         try:
             self._rounds.write()
         except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Functions that limit the size of the metrics that nodes report, and that compute weighted means of metrics."""
+"""Metrics that nodes report: limits on their number and size, and weighted means."""
 
 import math
 import sys
@@ -36,8 +36,8 @@ SCALAR = -1
 def bounded_metrics(content: RecordDict, key: str, *, keeps_config: bool) -> RecordDict:
     """Return the metrics of a message, without its arrays and without metrics that exceed a limit.
 
-    The limits are `MAX_METRICS`, `MAX_METRIC_VALUES` and `MAX_NAME_LENGTH`. The function never drops the number of
-    samples.
+    The limits are `MAX_METRICS`, `MAX_METRIC_VALUES` and `MAX_NAME_LENGTH`. The function always includes the metric
+    with the number of samples.
 
     Args:
         content: the content of a message.
@@ -77,9 +77,9 @@ def with_sample_count(content: RecordDict, key: str, samples: int) -> RecordDict
 
 
 def sample_count(content: RecordDict, key: str) -> int | None:
-    """Return the number of samples that a node reports, or `None` if the number is missing or invalid.
+    """Return the number of samples that a node reports.
 
-    A valid number is a positive integer up to `MAX_SAMPLES`.
+    If the number is missing or invalid, return `None`. A valid number is an integer from 1 to `MAX_SAMPLES`.
 
     Example:
         >>> sample_count(RecordDict({"metrics": MetricRecord({"num-examples": 10.0})}), "num-examples")
@@ -98,10 +98,10 @@ def _record_with_samples(content: RecordDict, key: str) -> str | None:
 
 
 def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
-    """Compute the sample-weighted mean of each metric over the nodes that report the metric.
+    """Compute the mean of each metric over the nodes that report it, weighted by their numbers of samples.
 
-    - Lists are averaged entry by entry.
-    - Non-finite values are excluded. If no finite value remains, the mean is NaN.
+    - A list is averaged entry by entry.
+    - Values that are not finite are excluded. If no finite value remains, the mean is NaN.
     - If nodes report the same metric with different lengths, only the values of one length are averaged. This is the
       length with the largest total number of samples. In a tie, a number takes precedence over a list, and a shorter
       list over a longer list.
@@ -144,7 +144,12 @@ def _is_short(name: str) -> bool:
 
 @dataclass
 class _Limits:
-    """The numbers of metric names and values that the result of `bounded_metrics` may still include."""
+    """Remaining limits on the metrics that `bounded_metrics` may still add to its result.
+
+    Attributes:
+        names: the number of further metrics.
+        values: the number of further values in these metrics.
+    """
 
     names: int
     values: int

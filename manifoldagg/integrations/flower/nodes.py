@@ -1,4 +1,4 @@
-"""States and task queues of nodes. This module does not import Flower, and callers pass the current time."""
+"""States and task queues of the nodes in a Flower run. The module itself does not depend on Flower."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -25,9 +25,9 @@ class _Node(Generic[Work]):
 
     @property
     def next_queue(self) -> deque[Work]:
-        """The queue that contains the next task.
+        """The queue from which the node receives its next task.
 
-        This is `priority_queue` unless it is empty, or the last task had priority and `queue` contains a task.
+        If the queues of tasks with and without priority both contain tasks, the node alternates between them.
         """
         return (
             self.priority_queue if self.priority_queue and not (self.last_was_priority and self.queue) else self.queue
@@ -35,10 +35,10 @@ class _Node(Generic[Work]):
 
 
 class Nodes(Generic[Work]):
-    """States of all nodes, with a task queue and at most one message in flight for each node.
+    """States of all nodes. Each node has a queue of tasks, and at most one message in flight.
 
-    After a failure, a node backs off: it receives no tasks for some time. This backoff time doubles with each
-    consecutive failure.
+    After a failure, a node backs off, which means that it receives no tasks for some time. This time doubles with each
+    consecutive failure, up to a maximum.
 
     Args:
         initial_backoff: the backoff time after the first failure, in seconds.
@@ -88,7 +88,8 @@ class Nodes(Generic[Work]):
     def enqueue(self, node: int, work: Work, *, priority: bool = False) -> None:
         """Queue a task for a connected node.
 
-        Tasks with `priority` precede other tasks. After each of them, a waiting task without priority is next.
+        Tasks with `priority` have their own queue. If both queues contain tasks, the node receives tasks from them in
+        turn.
         """
         (self._nodes[node].priority_queue if priority else self._nodes[node].queue).append(work)
 
@@ -136,9 +137,9 @@ class Nodes(Generic[Work]):
         return None if node is None or work is None else (node, work)
 
     def complete(self, message_id: str, now: float, *, succeeded: bool) -> tuple[int, Work]:
-        """Mark the task of a message as completed, and return its node and the task.
+        """Mark the task of a message as completed, and return the node and the task.
 
-        If the task has not succeeded, the node backs off.
+        If the task has failed, the node backs off, which means that it receives no tasks for some time.
         """
         node = self._node_by_message.pop(message_id)
         found = self._nodes[node]

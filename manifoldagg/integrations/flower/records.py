@@ -41,7 +41,9 @@ HEADER_READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_head
 
 
 def array_record(state_dict: Mapping[str, Tensor]) -> ArrayRecord:
-    """Convert a state dict to an `ArrayRecord`. Convert tensors with a dtype that NumPy lacks to float32.
+    """Convert a state dict to a Flower `ArrayRecord`.
+
+    A tensor whose dtype NumPy lacks, such as bfloat16, is converted to float32.
 
     Args:
         state_dict: the state dict of a model with its buffers.
@@ -57,10 +59,11 @@ def array_record(state_dict: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
-    """Convert an `ArrayRecord` to a state dict. The tensors share the memory of the arrays and must not be modified.
+    """Convert a Flower `ArrayRecord` to a state dict.
 
-    The function copies an array only if it is not aligned, not in row-major order, or not in the native byte order. It
-    checks the size of an array before it allocates memory.
+    The tensors share the memory of the arrays, so you must not modify them. An array is copied only if it is not
+    aligned, not in row-major order, or not in the native byte order. The function checks the size of an array before it
+    allocates memory.
 
     Raises:
         WireError: if an entry of the record is not an array of numbers.
@@ -69,9 +72,9 @@ def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
 
 
 def codec_to_record(codec: Codec | None) -> dict[str, ConfigRecord]:
-    """Return the record that requests updates encoded with a codec, in a dict by its key in the message.
+    """Return the Flower record that requests updates encoded with a codec.
 
-    If `codec` is `None`, the dict is empty.
+    The result is a dict from the record's key in the message to the record. If `codec` is `None`, the dict is empty.
 
     Example:
         >>> from manifoldagg.federated.clients import Int8
@@ -82,7 +85,7 @@ def codec_to_record(codec: Codec | None) -> dict[str, ConfigRecord]:
 
 
 def codec_from_record(content: RecordDict) -> Codec | None:
-    """Return the codec that a message requests for the update, or `None` if it requests no codec.
+    """Return the codec with which a node must encode its update. If the message requests no codec, return `None`.
 
     Raises:
         ArgumentError: if this version of the library does not have the codec.
@@ -116,7 +119,9 @@ def numpy_supports(dtype: torch.dtype) -> bool:
 
 
 def bytes_to_record(data: bytes) -> ArrayRecord:
-    """Convert bytes to a record. The caller stores the record in a message under the key `RECORD_KEY`.
+    """Convert bytes in the wire format to a Flower record.
+
+    The caller stores the record in a message under the key `RECORD_KEY`.
 
     Args:
         data: the result of `wire.pack`.
@@ -129,7 +134,10 @@ def bytes_to_record(data: bytes) -> ArrayRecord:
 
 
 def record_to_bytes(content: RecordDict) -> bytes | None:
-    """Return the bytes that `bytes_to_record` has stored in a message, or `None` if the message has no such record."""
+    """Return the bytes in the wire format that a Flower message contains.
+
+    If the message contains no record of `bytes_to_record`, return `None`.
+    """
     record = content.array_records.get(RECORD_KEY)
     array = None if record is None else record.get(ENTRY_NAME)
     return array.data if array is not None and array.stype == WIRE_STYPE else None

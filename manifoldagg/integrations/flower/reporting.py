@@ -1,4 +1,4 @@
-"""Log lines about rejected updates, failed tasks and finished rounds, and counts of these events."""
+"""Report of a Flower run, which logs and counts rejected updates, failed tasks and finished rounds."""
 
 import logging
 from collections import Counter
@@ -23,14 +23,14 @@ METRICS_DROPPED = "metrics dropped"
 
 
 class RunReport:
-    """Report that logs and counts the rejected updates and failed tasks of a run.
+    """Report that logs and counts the rejected updates and the failed tasks of a run.
 
-    - An update is *rejected* if a node has replied and the server has not accepted the reply.
-    - A task *fails* if the node raises an exception, sends an unreadable reply, or does not reply in time.
+    - An update is rejected if a node has replied but the server has not accepted the reply.
+    - A task fails if the node raises an exception, sends an unreadable reply, or does not reply in time.
 
-    The report limits the number of log lines for each node. It logs the 1st, 2nd, 4th, 8th, 16th, ... rejection of a
-    node, and the first rejection of the node for each invalid field. The same limit applies separately to training
-    failures and to evaluation failures. At the end of a round, one line counts the events that were not logged.
+    To keep the log short, the report logs only the 1st, 2nd, 4th, 8th, 16th, ... rejection of a node, and the first
+    rejection of the node for each invalid field. The same limit applies separately to training failures and to
+    evaluation failures. At the end of a round, one line counts the events that were not logged.
 
     Example:
         >>> report = RunReport()
@@ -54,17 +54,20 @@ class RunReport:
         self._staleness.append(staleness)
 
     def add_bytes(self, count: int) -> None:
-        """Add the size in bytes of a reply to a training task, whether the server accepts the reply or not."""
+        """Add the size of a reply to the count of received bytes, even if the server rejects the reply."""
         self._num_bytes += count
 
     def reject(self, node: int, reason: str) -> None:
-        """Count a rejected update by its invalid field, as `Server.rejected` does. The reason starts with the field."""
+        """Log a rejected update, and count it under the name of its invalid field.
+
+        The reason of the rejection starts with this name.
+        """
         field = reason.partition(":")[0].partition("[")[0]
         self._rejected[field] += 1
         self._log(node, REJECTED, field, reason)
 
     def fail(self, node: int, kind: str, reason: str, *, in_evaluation: bool = False) -> None:
-        """Count a failed task. Failed evaluations are logged but not counted in the training metrics.
+        """Log and count a failed training task. A failed evaluation is only logged.
 
         Args:
             node: the node of the task.
@@ -86,7 +89,7 @@ class RunReport:
             LOG.error("checkpoint: %s: %s", event.path, event.reason)
 
     def guarded(self, callback: Callback) -> Callback:
-        """Return a function that calls `callback`, and logs its exceptions instead of raising them.
+        """Wrap an event callback in a function that logs the callback's exceptions instead of raising them.
 
         The function logs only the 1st, 2nd, 4th, 8th, ... exception.
         """
@@ -121,7 +124,10 @@ class RunReport:
         return found | ({"received-bytes": self._num_bytes} if self._num_bytes else {})
 
     def extend(self, metrics: MetricRecord | None, accepted: int) -> MetricRecord:
-        """Add the counts of the current round to aggregated metrics. If a name exists already, keep its value."""
+        """Return the aggregated metrics of the nodes, extended by the counts of the current round.
+
+        If a metric and a count have the same name, the result contains the metric.
+        """
         theirs = dict(metrics or {})
         ours = self.metrics(accepted)
         if shared := sorted(ours.keys() & theirs.keys()):

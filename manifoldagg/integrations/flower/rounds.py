@@ -67,9 +67,9 @@ class Rounds:
             tensor_file.save(self._path, FILE_KIND, {"cumulative_updates": self.cumulative_updates, "tables": tables})
 
     def read(self, updates: int) -> None:
-        """Read the stored rounds, and ignore those that the server has not finished yet.
+        """Read the finished rounds from the file, and ignore rounds that the server has not finished yet.
 
-        After a crash, the server can resume from a checkpoint that is older than the file of the rounds.
+        Such rounds exist if the server has resumed from a checkpoint that is older than the file.
 
         Args:
             updates: the total number of updates that the server has accepted.

@@ -53,7 +53,9 @@ def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
 
 
 def check_options(options: Mapping[str, Any], strategy_options: Collection[str]) -> None:
-    """Check the names of the options for the server, and all values that do not depend on the model.
+    """Check the names and values of the options that the strategy passes to the server.
+
+    Values that depend on the model are not checked.
 
     Args:
         options: the options by name.

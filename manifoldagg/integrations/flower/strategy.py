@@ -220,7 +220,7 @@ class Asynchronous(TrainingLoop):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[FlowerMessage]:
-        """Return training messages for free nodes, which have no message in flight.
+        """Return training messages for the free nodes, which are the nodes without a message in flight.
 
         The training loop calls this method several times per round, whenever nodes are free.
 
@@ -241,10 +241,10 @@ class Asynchronous(TrainingLoop):
     def aggregate_train(
         self, server_round: int, replies: Iterable[FlowerMessage]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Process the replies of nodes. If the round has ended, return the model and the metrics.
+        """Process the replies of nodes. If the round has ended, return the new model and the metrics of the round.
 
-        The training loop calls this method with one reply at a time. It calls the method without replies to end the
-        round early, for example after a timeout.
+        The training loop calls this method with one reply at a time. To end a round early, for example after a timeout,
+        it calls the method without replies.
 
         Args:
             server_round: the current round.
@@ -267,9 +267,9 @@ class Asynchronous(TrainingLoop):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[FlowerMessage]:
-        """Return the messages that request an evaluation of the model of a round.
+        """Return messages that ask a random sample of the nodes to evaluate the model.
 
-        The strategy samples the nodes at random. The training loop sends each message when its node is free.
+        The training loop sends each message as soon as its node is free.
 
         Args:
             server_round: the round that has ended.
@@ -295,9 +295,9 @@ class Asynchronous(TrainingLoop):
         return [self._make_message(MessageType.EVALUATE, present[i], server_round, model, config) for i in chosen]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[FlowerMessage]) -> MetricRecord | None:
-        """Aggregate the metrics of an evaluation.
+        """Aggregate the metrics that the nodes report for an evaluation of the model.
 
-        The training loop calls this method after all nodes have replied or the evaluation has timed out.
+        The training loop calls this method after all nodes have replied, or after the evaluation has timed out.
 
         Args:
             server_round: the round of the evaluated model.
@@ -312,11 +312,11 @@ class Asynchronous(TrainingLoop):
         return self.evaluate_metrics_aggr_fn(found, self.weighted_by_key) if found else None
 
     def _with_capped_samples(self, contents: Iterable[tuple[int, RecordDict]]) -> list[RecordDict]:
-        """Return the contents of replies, with the sample counts that a weighted mean must use.
+        """Return the contents of replies, with the numbers of samples that a weighted mean must use.
 
-        If the server's option `weights` is a mapping, the sample count of a node is the count in this mapping.
-        Otherwise, it is the count that the node reports, capped by the server. Contents without a valid sample count
-        are omitted.
+        If the server's option `weights` is a mapping, the mapping defines the number of samples of each node.
+        Otherwise, the method uses the number that the node reports, capped by the server. Replies without a valid
+        number are omitted.
         """
         found = []
         for node, content in contents:
