@@ -1,4 +1,4 @@
-"""Discrete-event simulation of federated learning: a virtual clock, delays, schedulers, traces and runs."""
+"""Discrete-event simulation of federated learning: virtual time, task durations, schedulers, traces and runs."""
 
 from manifoldagg.simulation.availability import AvailabilityChange, AvailabilityTrace, churn
 from manifoldagg.simulation.client_task import ClientTask, run_task

@@ -1,4 +1,4 @@
-"""Client availability: clients that join, leave, fail and return, declared as events in virtual time."""
+"""Client availability in a simulation: clients join, leave, fail and return at given virtual times."""
 
 import csv
 from collections.abc import Callable, Iterable, Sequence
@@ -24,15 +24,19 @@ COLUMNS = ["time", "client", "kind"]
 
 @dataclass(frozen=True)
 class AvailabilityChange(Generic[C]):
-    """A change of a client's availability.
+    """An event at which one client becomes available or unavailable.
 
     Attributes:
-        time: the time of the change, in virtual seconds.
-        client: the client.
-        kind: the kind of the change. `"join"`: the client participates for the first time. `"leave"`: the client
-            finishes its tasks and accepts no further tasks. `"fail"`: the client disappears at once, and its tasks are
-            lost. `"return"`: the client participates again after `"leave"` or `"fail"`.
-        lost_tasks: the number of lost tasks. It is set when the change happens.
+        time: the time of the event, in virtual seconds.
+        client: the identifier of the client, an integer or a string.
+        kind: the kind of the event:
+
+            - `"join"`: the client participates for the first time.
+            - `"leave"`: the client finishes its tasks in flight and accepts no new tasks.
+            - `"fail"`: the client becomes unavailable immediately, and its tasks in flight are lost.
+            - `"return"`: the client participates again after `"leave"` or `"fail"`.
+        lost_tasks: the number of tasks that are lost through a `"fail"` event. `AvailabilityTrace.next` sets this
+            number.
 
     Raises:
         ArgumentError: if a field is invalid. The message names it.
@@ -52,15 +56,15 @@ class AvailabilityChange(Generic[C]):
 
 
 class AvailabilityTrace(Generic[C]):
-    """Scheduler with changes of client availability.
+    """A wrapper that adds changes of client availability to a scheduler.
 
-    `next` returns completions and changes in the order of time:
+    `next` returns task completions and availability changes in order of time. If a change and a completion happen at
+    the same time, `next` returns the change first. Simultaneous changes are returned in the order of the argument
+    `changes`.
 
-    - A change precedes a completion at the same time.
-    - Changes at the same time are in the order of their declaration.
-
-    The caller dispatches tasks to a client that joins or returns, and drops the tickets of a client that fails. If a
-    client leaves and returns, one of its tasks may still be in flight. `is_idle` checks this.
+    The caller must react to each change. When a client joins or returns, the caller dispatches tasks to it. When a
+    client fails, the caller discards the tickets of its lost tasks. A client that leaves and then returns may still
+    have a task in flight, so call `is_idle` before you dispatch another task to it.
 
     Args:
         scheduler: the scheduler of the tasks. No other code may use this scheduler.
@@ -156,7 +160,9 @@ class AvailabilityTrace(Generic[C]):
 def churn(
     clients: Iterable[C], up: Delay, down: Delay, until: float, generator: np.random.Generator
 ) -> list[AvailabilityChange[C]]:
-    """Return alternating failures and returns of clients. All clients are available at time 0.
+    """Generate alternating failures and returns of each client at random times.
+
+    All clients are available at time 0.
 
     Args:
         clients: the clients.
@@ -193,9 +199,9 @@ def churn(
 
 
 def read_changes(path: Path | str) -> list[AvailabilityChange[Any]]:
-    """Read changes from a CSV file with the columns `time`, `client` and `kind`.
+    """Read the availability changes of clients from a CSV file with the columns `time`, `client` and `kind`.
 
-    A client name that consists of an integer is read as an integer.
+    A client name that is written as an integer becomes an `int`. Other names remain strings.
 
     Raises:
         ArgumentError: if the file is invalid. The message names the file and the line.
@@ -228,6 +234,6 @@ def _apply(change: AvailabilityChange[C], available: set[C]) -> None:
 
 
 AvailabilityFactory: TypeAlias = Callable[[Sequence[int], np.random.Generator], Iterable[AvailabilityChange[int]]]
-"""A function of the clients and a generator that returns changes of availability."""
+"""A function of the clients and a random generator that returns the availability changes of these clients."""
 Availability: TypeAlias = Iterable[AvailabilityChange[int]] | AvailabilityFactory | None
 """The type of the argument `availability` of [`run`][manifoldagg.simulation.run]."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, which contain its complete state between two events. A run can resume from a checkpoint."""
+"""Checkpoints with the complete state of a simulated run, from which an interrupted run can resume."""
 
 import time
 from collections import deque
@@ -34,19 +34,19 @@ from manifoldagg.simulation.trace import TaskRecord
 __all__ = ["EventLog", "LoadedRun", "RunCheckpointer", "RunSnapshot"]
 
 INTERVAL_FACTOR = 20
-"""With an interval in seconds, writing takes at most this fraction (1 / `INTERVAL_FACTOR`) of the time."""
+"""If the interval between checkpoints is in seconds, writing takes at most 1 / `INTERVAL_FACTOR` of the time."""
 KIND = "run"
 
 
 @dataclass
 class EventLog:
-    """The recorded events of a run. Together with the seed, they determine its event loop.
+    """The recorded events of a run. A resumed run replays them to restore the state of its event loop.
 
     Attributes:
-        work: the work of each dispatched task.
-        trace: the task of each update.
-        accepted: whether the server accepted each update.
-        num_events: the number of events of all kinds.
+        work: the work of each dispatched task, in order of dispatch.
+        trace: the record of each completed task, in order of completion.
+        accepted: for each completed task, whether the server accepted its update.
+        num_events: the number of all events, which are dispatches, completions and dropouts.
     """
 
     work: list[float] = field(default_factory=list)
@@ -56,11 +56,12 @@ class EventLog:
 
 
 class RunSnapshot(NamedTuple):
-    """The state of a run between two events.
+    """The complete state of a run between two events.
 
-    A snapshot takes constant time, because the run never changes existing data: it replaces them or appends to the
-    logs. The numbers `num_events`, `num_dispatched`, `num_evaluations` and `num_starts` are the lengths of the logs at
-    the snapshot.
+    Taking a snapshot requires constant time, because a snapshot references the data of the run instead of copying them.
+    The references stay valid, because the run replaces its objects or appends to its logs, but never changes existing
+    entries. The fields `num_events`, `num_dispatched`, `num_evaluations` and `num_starts` count the log entries that
+    belong to the snapshot. The run may append further entries later.
     """
 
     metadata: Mapping[str, Any]
@@ -80,11 +81,11 @@ class RunSnapshot(NamedTuple):
 
     @property
     def updates(self) -> int:
-        """The number of updates."""
+        """The number of updates that the server has received."""
         return self.cost.updates
 
     def tree(self) -> Tree:
-        """Return the snapshot as plain values and tensors.
+        """Convert the snapshot to a tree of plain values and tensors.
 
         Raises:
             CheckpointError: if a part of the rule cannot be identified by name, such as a lambda.
@@ -117,14 +118,18 @@ class RunSnapshot(NamedTuple):
         }
 
     def write(self, path: str | Path, keep: int, note: Callable[..., None]) -> None:
-        """Write the snapshot to a file, and record the duration. Raise a `CheckpointError` if this fails."""
+        """Write the snapshot to a file, and pass the duration in seconds to `note`.
+
+        Raises:
+            CheckpointError: if the file cannot be written, or for the same reason as in `tree`.
+        """
         begun = time.perf_counter()
         tensor_file.save(path, KIND, self.tree(), keep=keep)
         note(seconds=time.perf_counter() - begun)
 
 
 class LoadedRun:
-    """The snapshot of a run, read from a file.
+    """A checkpoint of a run that was read from a file.
 
     Args:
         path: the path of the file.
@@ -148,15 +153,19 @@ class LoadedRun:
         self.evaluation_seconds: float = self._tree["evaluation_seconds"]
 
     def server(self, space: Manifold, rule: Rule, averaging: Averaging | None) -> Server:
-        """Restore the server and its average. Raise a `CheckpointError` if the space or the rule differs."""
+        """Restore the server and its weight average.
+
+        Raises:
+            CheckpointError: if the space or the rule differs from that of the saved run.
+        """
         return Server.resume(LoadedCheckpoint(self._path, self._tree["server"]), space, rule, averaging=averaging)
 
     def client_states(self) -> Map[int, ClientState]:
-        """Return the client states."""
+        """Return the saved client states, by client."""
         return Map(self._tree["client_states"])
 
     def tickets(self, space: Manifold) -> PersistentOrderedMap[TaskId, Ticket]:
-        """Return the tickets that were in flight, in order."""
+        """Return the tickets of the tasks that were in flight, in order of dispatch."""
         models = _models_by_version(self._tree["server"])
         # The messages need copies, because the server overwrites models that it no longer references.
         own: dict[int, Tensor] = {}
@@ -176,7 +185,7 @@ class LoadedRun:
         return out
 
     def replay(self, event_loop: EventLoop, lookahead: Lookahead) -> EventLog:
-        """Advance a new event loop and its lookahead to the time of the snapshot.
+        """Replay the saved events on a new event loop and its lookahead.
 
         Raises:
             CheckpointError: if the events differ from those of the saved run.
@@ -222,7 +231,7 @@ class LoadedRun:
 
 
 class _TensorPool:
-    """The tensors of all messages, without duplicates. Models that the server stores are excluded."""
+    """The distinct tensors of all messages, except for models that the server stores."""
 
     def __init__(self, models: Mapping[int, Tensor]) -> None:
         self._models = models
@@ -231,10 +240,9 @@ class _TensorPool:
         self._start_is_model: dict[int, bool] = {}
 
     def encode_message(self, version: int, message: Message) -> Tree:
-        """Return a message as plain values.
+        """Encode a message as plain values, with an index into `tensors` for each tensor.
 
-        The start model is `None` if it equals the server's model of this version.
-
+        The index of the start model is `None` if the server stores an equal model of this version.
         """
         start = message.start
         if id(start) not in self._start_is_model:
@@ -261,7 +269,9 @@ def _models_by_version(server: Mapping[str, Any]) -> dict[int, Tensor]:
 
 
 class RunCheckpointer:
-    """Writer of snapshots at an interval. It also writes a snapshot when an exception ends the run.
+    """A context manager that writes checkpoints of a run at regular intervals.
+
+    If an exception ends the `with` block, the context manager writes a final checkpoint.
 
     Args:
         policy: the interval and the path of the checkpoints. `None` disables checkpoints.

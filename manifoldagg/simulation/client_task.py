@@ -24,14 +24,14 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class ClientTask:
-    """A task with all inputs that determine its payload.
+    """One training task of a client, with all inputs that determine the payload that the client returns.
 
     Attributes:
-        federation: the federated data set, with the client's samples, the criterion and the seed.
-        trainer: the trainer of the client.
-        task_id: the client, and the index of the task among the tasks of this client.
-        message: the message of the server.
-        client_state: the client's state after its previous task. `None` means that there is no state.
+        federation: the federated data set, which contains the client's samples, the loss function and the seed.
+        trainer: the trainer that the client runs.
+        task_id: the identifier of the client, and the index of this task among the client's tasks.
+        message: the message that the server sent to the client.
+        client_state: the state that the client's previous task left, or `None` if there is no such state.
     """
 
     federation: FederatedDataset
@@ -42,14 +42,17 @@ class ClientTask:
 
 
 class MessageTensors:
-    """The tensors of the messages of the current version. Messages of one version share their equal tensors."""
+    """A cache through which messages of the same model version share equal tensors."""
 
     def __init__(self) -> None:
         self._version = -1
         self._shared: dict[str, Tensor] = {}
 
     def share(self, ticket: Ticket) -> Message:
-        """Return the message of a ticket, with the tensors of earlier messages of its version where they are equal."""
+        """Return the message of a ticket, and reuse the tensors of earlier messages to save memory.
+
+        A tensor is reused if it is bitwise equal and belongs to a message of the same model version.
+        """
         if ticket.version != self._version:
             self._version = ticket.version
             self._shared = {}
@@ -67,9 +70,10 @@ class MessageTensors:
 
 
 class GradientCounter:
-    """A loss function that counts its differentiable evaluations in `gradients`.
+    """A loss function that counts how many gradients a trainer computes.
 
-    A call counts once, even if a custom trainer maps it over several points with `vmap`.
+    Each call whose result requires a gradient increases the attribute `gradients` by 1. A call inside `torch.func.vmap`
+    also counts once, even if it evaluates the loss at several points.
 
     Example:
         >>> loss = GradientCounter(nn.functional.mse_loss)
@@ -92,7 +96,7 @@ class GradientCounter:
 
 
 class _ThreadModelCache(threading.local):
-    """Per-thread cache of the model of the last federated data set. Only one task at a time uses the model."""
+    """A cache for each thread, with the model of the data set that the thread used last."""
 
     federation: weakref.ref[FederatedDataset] | None = None
     model: nn.Module
@@ -109,10 +113,10 @@ _MODEL_CACHE = _ThreadModelCache()
 
 
 def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] | None = None) -> Payload:
-    """Run a client task and return its payload, which depends only on the task.
+    """Run a training task of a client and return the client's payload.
 
-    The execution is [`deterministic`][manifoldagg.federated.clients.determinism.deterministic]. The trainer may modify
-    its inputs.
+    The training is [`deterministic`][manifoldagg.federated.clients.determinism.deterministic], so the payload depends
+    only on the task. The trainer receives copies of all tensors and may therefore modify them.
 
     Args:
         task: the task to run.
@@ -160,7 +164,10 @@ def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] | None = 
 
 
 def align_tensors(tree: Tree) -> Tree:
-    """Copy misaligned tensors of a tree, because the alignment determines the vectorisation and rounding of sums."""
+    """Return a tree in which each dense tensor is contiguous and aligned in its own memory.
+
+    Other dense tensors are copied, because the memory layout affects the vectorisation and the rounding of sums.
+    """
     return tree_map(tree, _align)
 
 
@@ -182,7 +189,7 @@ def _map_tensors(tensors: Mapping[str, Tensor], function: Callable[[Tensor], Ten
 
 
 def _copy_message(message: Message) -> Message:
-    """Return a copy of a message for one client, because messages of the same version share tensors."""
+    """Copy the tensors of a message, because messages of the same version share tensors."""
     tensors = _map_tensors(message.tensors, _copy)
     buffers = _map_tensors(message.buffers, _copy)
     return replace(message, start=_copy(message.start), tensors=tensors, buffers=buffers)

@@ -1,4 +1,4 @@
-"""A virtual clock, which returns events in order of time. Simultaneous events are in order of scheduling."""
+"""A virtual clock for discrete-event simulation, which returns scheduled events in order of time."""
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 
 class VirtualClock(Generic[T]):
-    """Heap of events in virtual time, with one random generator.
+    """A priority queue of events in virtual time. Simultaneous events are returned in the order in which they were
+    scheduled.
 
     Args:
         generator: a random generator for the users of the clock. The clock itself draws no numbers. The default has
@@ -44,7 +45,7 @@ class VirtualClock(Generic[T]):
         return len(self._pending)
 
     def schedule(self, delay: float, event: T) -> None:
-        """Schedule `event` at `delay` >= 0 from now."""
+        """Schedule `event` after `delay` >= 0 seconds of virtual time."""
         self.schedule_at(self.now + check_number("delay", delay, at_least=0), event)
 
     def schedule_at(self, time: float, event: T, *, order: int | None = None) -> int:
@@ -70,7 +71,7 @@ class VirtualClock(Generic[T]):
         return count
 
     def peek(self) -> float:
-        """Return the time of the earliest event, or infinity without events."""
+        """Return the time of the earliest event, or infinity if no event is scheduled."""
         return self._events[0][0] if self._events else inf
 
     def next(self) -> tuple[float, T]:
@@ -109,7 +110,7 @@ class VirtualClock(Generic[T]):
             self._compact()
 
     def cancel_where(self, predicate: Callable[[T], bool]) -> list[T]:
-        """Cancel the scheduled events that satisfy `predicate`, in linear time."""
+        """Cancel and return the scheduled events that satisfy `predicate`, in linear time."""
         self._compact()
         gone = [entry for entry in self._events if predicate(entry[3])]
         self._pending.difference_update(entry[2] for entry in gone)

@@ -1,4 +1,4 @@
-"""The rows of the evaluation log of a run, and the rows that meet a budget or a target."""
+"""The cost and the metrics of a run at each evaluation, and functions that find an evaluation by budget or target."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from manifoldagg.errors import ArgumentError
 __all__ = ["AXES", "Cost", "Evaluation", "StartEvaluation", "first_reaching", "last_within_budget"]
 
 AXES = ("updates", "time", "gradients", "bytes")
-"""The cost axes of a run: updates, virtual seconds, minibatch gradients, bytes sent down and up."""
+"""The measures of cost: updates, virtual seconds, minibatch gradients, and bytes sent to and from the clients."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class StartEvaluation:
 
 
 def last_within_budget(evaluations: Sequence[Evaluation], axis: str, budget: float) -> Evaluation:
-    """Return the last row whose cost is at most `budget`, without interpolation.
+    """Return the last evaluation whose cost is at most `budget`, without interpolation.
 
     Args:
         evaluations: the evaluations of one run, in order.
@@ -147,7 +147,7 @@ def last_within_budget(evaluations: Sequence[Evaluation], axis: str, budget: flo
 
 
 def first_reaching(evaluations: Sequence[Evaluation], target: float) -> Evaluation | None:
-    """Return the first row whose primary metric is at least `target`, or `None`.
+    """Return the first evaluation whose primary metric is at least `target`, or `None`.
 
     Example:
         >>> rows = [Evaluation(updates=i, accuracy=i / 4, loss=1.0, gini=0, theil=0) for i in range(4)]

@@ -1,4 +1,4 @@
-"""Data sets with labels, their split over clients, and seeded minibatches."""
+"""Labelled data sets, their partition over clients, and seeded minibatches."""
 
 import inspect
 import zlib
@@ -26,18 +26,19 @@ __all__ = [
 ]
 
 Augmentation: TypeAlias = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
-"""A function of the inputs and the labels of a minibatch, and of a generator, that returns new inputs and labels."""
+"""A function `augment(inputs, labels, generator)` that returns the augmented inputs and labels of a minibatch."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The input and output shapes of a model for a data set.
+    """The input and output shapes that a model must have to fit a data set.
 
     Attributes:
-        shape: the shape of one input: (features,), (channels, height, width), or (length,) for a sequence of tokens.
-        classes: the number of classes, or of labels if a sample can have several labels.
-        tokens: the size of the vocabulary; 0 for numeric inputs.
-        per_token: whether each token of a sequence has a class, instead of one class for the sequence.
+        shape: the shape of one input: (features,) for a vector, (channels, height, width) for an image, or (length,)
+            for a sequence of tokens.
+        classes: the number of classes. If a sample can have several labels, it is the number of different labels.
+        tokens: the size of the vocabulary, or 0 if the inputs are not tokens.
+        per_token: whether each token of a sequence has its own class. Otherwise, a sequence has one class.
     """
 
     shape: tuple[int, ...]
@@ -76,7 +77,7 @@ class LabelledDataset:
             client and the number of earlier tasks of the client. Evaluations use the original samples.
         criterion: the loss function of local training and of evaluations. With `reduction="none"`, it must return the
             losses (samples, ...).
-        metrics: the metrics of evaluations, by name. The first one is the primary metric: the target, the search of
+        metrics: the metrics of evaluations, by name. The first one is the primary metric: the target, the tuning of
             rates, and the Gini and Theil indices of the clients are based on it. It must be at least 0, and larger
             values must be better.
 
@@ -160,7 +161,10 @@ class LabelledDataset:
 
     @property
     def has_label_sets(self) -> bool:
-        """Whether a sample can have several labels. The labels are then zeros and ones (samples, labels) in float32."""
+        """Whether a sample can have several labels.
+
+        In this case, `labels` is a float32 matrix of zeros and ones with the shape (samples, labels).
+        """
         return self.labels.dtype == torch.float32 and self.labels.ndim == 2
 
     @property
@@ -174,10 +178,12 @@ class LabelledDataset:
 
     @property
     def classes(self) -> Tensor:
-        """The class of each sample for a partition, (samples,) in int64.
+        """The class by which a partition distributes each sample, (samples,) in int64.
 
-        It is the label, or the last label of a sequence. If samples can have several labels, it is the first label of
-        the sample, or the number of labels for a sample without labels.
+        - If a sample has one label, its class is this label.
+        - If each token has a label, the class of the sequence is the label of its last token.
+        - If a sample can have several labels, its class is the first of its labels. The class of a sample without
+          labels is the number of different labels.
         """
         if self.has_label_sets:
             none = self.labels.new_ones(len(self.labels), 1)
@@ -186,7 +192,7 @@ class LabelledDataset:
 
     @property
     def checksum(self) -> int:
-        """A checksum of the samples, their labels and the other fields."""
+        """A checksum of the inputs, the labels, `user_ids` and `test_mask`."""
         told = [part for part in (self.user_ids, self.test_mask) if part is not None]
         return checksum(torch.tensor(self.inputs.shape), self.inputs, self.labels, *told)
 
@@ -207,10 +213,10 @@ def check_dataset(dataset: object) -> LabelledDataset:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Minibatches of a client's samples, in a new random order in each epoch.
+    """The minibatches of a client's training samples. Each iteration is one epoch in a new random order.
 
-    The last batch can be smaller than `size`. If there is an augmentation, each minibatch is augmented with random
-    numbers of `augment_generator`.
+    The last minibatch can be smaller than `size`. If `augment` is set, it transforms each minibatch with random numbers
+    from `augment_generator`.
 
     Attributes:
         inputs: the inputs of the samples, (samples, ...).
@@ -267,11 +273,11 @@ AUGMENT_STREAM = 7
 
 
 class TaskId(NamedTuple):
-    """The identifier of a task.
+    """The identifier of a client's training task.
 
     Attributes:
-        client: the client of the task.
-        task_index: the number of earlier tasks of this client.
+        client: the client that runs the task.
+        task_index: the index of the task among the tasks of this client, counted from 0.
     """
 
     client: int
@@ -280,14 +286,14 @@ class TaskId(NamedTuple):
 
 @dataclass(frozen=True)
 class FederatedDataset:
-    """A data set that is split over clients, with training and held-out samples.
+    """A data set that is partitioned over clients, each of which has training samples and held-out samples.
 
     Attributes:
-        dataset: the data set.
-        train: the indices of the training samples of each client.
-        held_out: the indices of the held-out samples of each client, disjoint from `train`. The held-out samples of all
-            clients form the test set.
-        batch: the number of samples per minibatch.
+        dataset: the labelled data set.
+        train: for each client, the indices of its training samples.
+        held_out: for each client, the indices of its held-out samples, which are disjoint from its training samples.
+            The held-out samples of all clients form the test set.
+        batch: the number of samples in a minibatch.
         seed: the seed of all random numbers of a run.
     """
 
@@ -308,10 +314,10 @@ class FederatedDataset:
         validation: float = 0.0,
         batch: int = 16,
     ) -> "FederatedDataset":
-        """Split a data set over clients, and hold out a part of every client's samples.
+        """Partition a data set over clients, and hold out a fraction of each client's samples for evaluation.
 
-        If the data set has a test split, the partition assigns its training and its test samples together. The held-out
-        samples of a client are then the test samples that it received.
+        If the data set has its own test split, the partition distributes training samples and test samples together.
+        The test samples that a client receives are then its held-out samples.
 
         Args:
             dataset: the data set.
@@ -382,7 +388,7 @@ class FederatedDataset:
 
     @property
     def checksum(self) -> int:
-        """A checksum of the split."""
+        """A checksum of the partition and of the held-out samples."""
         parts = (*self.train, *self.held_out)
         return checksum(np.array([len(part) for part in parts]), *parts)
 
@@ -396,7 +402,10 @@ class FederatedDataset:
         return -(-len(self.train[client]) // self.batch)
 
     def batches(self, client: int, task_index: int) -> Batches:
-        """Return a client's minibatches for a task. They depend only on seed, client and `task_index`."""
+        """Return the minibatches of one task of a client.
+
+        Their random order and augmentation depend only on `seed`, `client` and `task_index`.
+        """
         part = torch.from_numpy(self.train[client])
         generator = np.random.default_rng([self.seed, BATCH_STREAM, client, task_index])
         augment = self.dataset.augment
@@ -407,7 +416,10 @@ class FederatedDataset:
         return Batches(self.dataset.inputs[part], self.dataset.labels[part], self.batch, generator, augment, source)
 
     def generator(self, client: int, task_index: int) -> torch.Generator:
-        """Return the generator of a client's trainer, which depends only on seed, client and `task_index`."""
+        """Return the random generator for the trainer of one task.
+
+        Its seed depends only on `seed`, `client` and `task_index`.
+        """
         return task_generator(self.seed, client, task_index)
 
     def model(self) -> nn.Module:
@@ -448,7 +460,7 @@ def _apply_partition(
 
 
 def _split_fraction(parts: list[np.ndarray], fraction: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Split each part into its first `fraction` and the rest."""
+    """Split each array into a first part with the given fraction of its entries, and the rest."""
     cuts = [round(fraction * len(part)) for part in parts]
     first = [part[:cut] for part, cut in zip(parts, cuts, strict=True)]
     return first, [part[cut:] for part, cut in zip(parts, cuts, strict=True)]

@@ -1,9 +1,9 @@
-r"""Distributions of the duration of one unit of work, sampled by the inverse-transform method.
+r"""Distributions of the time that a client needs for one unit of work, sampled by the inverse-transform method.
 
-A draw is $F^{-1}(U)$, where F is the distribution function and U is uniform on [0, 1). Every draw uses exactly one
-uniform number, so runs with the same seed use the same uniform numbers for all distributions. The draws are bounded,
-because U has only 53 bits: for example, a normal draw is at most 8.2 standard deviations from its mean. Invalid
-parameters raise an `ArgumentError`.
+A delay is drawn as $F^{-1}(U)$, where $F$ is the cumulative distribution function of the delay and $U$ is uniform on
+[0, 1). Each draw uses exactly one uniform number. Therefore, runs with the same seed use the same uniform numbers,
+whatever the distribution. Draws are bounded, because $U$ has only 53 bits. For example, a normal draw is at most 8.2
+standard deviations from its mean. Invalid parameters raise an `ArgumentError`.
 """
 
 import math
@@ -47,10 +47,11 @@ HALF_NORMAL_SCALE = math.sqrt(math.pi / 2)
 
 
 class Delay(ABC):
-    """Base class for distributions of the seconds for one unit of work. `work` units take `work` times as long.
+    """Base class for distributions of the time in seconds that a client needs for one unit of work.
 
-    A subclass implements two methods: `mean_of_unit` returns the mean, and `inverse_cdf` returns quantiles. An object
-    must be immutable, so a subclass is usually a frozen dataclass.
+    By default, a task of `work` units takes `work` times as long as one unit. A subclass implements `mean_of_unit`,
+    which returns the mean, and `inverse_cdf`, which returns quantiles. Instances must be immutable, so a subclass is
+    usually a frozen dataclass.
 
     Example:
         >>> @dataclass(frozen=True)
@@ -74,7 +75,10 @@ class Delay(ABC):
 
     @abstractmethod
     def inverse_cdf(self, probability: float) -> float:
-        """Return the seconds of one unit of work at a probability in [0, 1), which increase with the probability."""
+        """Return the quantile at `probability` of the time in seconds for one unit of work.
+
+        The quantile must not decrease when `probability`, a number in [0, 1), increases.
+        """
 
     def expected(self, work: float = 1.0) -> float:
         """Return the mean seconds of `work` units."""
@@ -124,10 +128,10 @@ class Deterministic(Delay):
 
 @dataclass(frozen=True)
 class Gaussian(Delay):
-    r"""Normal distribution, truncated at 0.
+    r"""Normal distribution of delays that is truncated at 0, because delays are not negative.
 
-    Let c be the ratio of `location` and `scale`, $\Phi$ the normal distribution function and $\varphi$ its density.
-    Then
+    Let $c$ be the ratio of `location` and `scale`. Let $\Phi$ and $\varphi$ be the distribution function and the
+    density of the standard normal distribution. The quantile function and the mean of the delays are
 
     $$F^{-1}(u) = \operatorname{location} + \operatorname{scale} \cdot \Phi^{-1}(\Phi(-c) + u \Phi(c)), \quad
       E = \operatorname{location} + \operatorname{scale} \cdot \varphi(c) / \Phi(c).$$
@@ -159,13 +163,13 @@ class Gaussian(Delay):
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "Gaussian":
-        r"""Fit the mean and the standard deviation before truncation to n measured delays $x_i$.
+        r"""Fit `location` and `scale` to n measured delays $x_i$. The fit ignores the truncation.
 
         $$\operatorname{location} = \mu_R = \frac 1 n \sum_i x_i, \quad
           \operatorname{scale} = \sigma_R = \sqrt{\frac 1 n \sum_i (x_i - \mu_R)^2}.$$
 
-        The truncation is not part of the fit, so the mean of the truncated distribution is above $\mu_R$. With one
-        measurement, `scale` is 0 and the delay is constant.
+        The truncated distribution therefore has a mean above $\mu_R$. With a single measurement, `scale` is 0 and the
+        delay is constant.
 
         Source: OrthoFL §5.1.
         """
@@ -185,9 +189,10 @@ class Gaussian(Delay):
 
 @dataclass(frozen=True)
 class LogNormal(Delay):
-    r"""Log-normal distribution with a given mean a and standard deviation d of the delays.
+    r"""Log-normal distribution of delays with the mean $a$ and the standard deviation $d$.
 
-    The logarithm of a delay has the variance $\sigma^2 = \log(1 + d^2 / a^2)$ and the mean $\log a - \sigma^2 / 2$.
+    The logarithm of a delay is normally distributed. It has the variance $\sigma^2 = \log(1 + d^2 / a^2)$ and the mean
+    $\log a - \sigma^2 / 2$.
 
     Args:
         mean: the mean a, which must be positive.
@@ -221,13 +226,13 @@ class LogNormal(Delay):
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "LogNormal":
-        r"""Fit the mean $\mu_R$ and the standard deviation $\sigma_R$ to n measured delays $x_i$.
+        r"""Fit the mean $a$ and the standard deviation $d$ to n measured delays $x_i$.
 
         $$a = \mu_R = \frac 1 n \sum_i x_i, \quad d = \sigma_R = \sqrt{\frac 1 n \sum_i (x_i - \mu_R)^2}.$$
 
-        The logarithm then has the variance $\sigma^2 = \log(1 + \sigma_R^2 / \mu_R^2)$ and the mean
-        $\log \mu_R - \sigma^2 / 2$. This is not the maximum-likelihood fit, which uses the logarithms of the delays.
-        With one measurement, d is 0 and the delay is constant.
+        The logarithm of a delay then has the variance $\sigma^2 = \log(1 + \sigma_R^2 / \mu_R^2)$ and the mean
+        $\log \mu_R - \sigma^2 / 2$. This fit differs from the maximum-likelihood fit, which uses the logarithms of the
+        measured delays. With a single measurement, $d$ is 0 and the delay is constant.
 
         Source: OrthoFL D.4.
         """
@@ -243,7 +248,7 @@ class LogNormal(Delay):
 
 @dataclass(frozen=True)
 class _MeanParametrised(Delay):
-    """Distribution that is determined by its mean."""
+    """Base class for distributions with the mean as their only parameter."""
 
     mean: float
 
@@ -252,11 +257,10 @@ class _MeanParametrised(Delay):
 
     @classmethod
     def fit(cls: type[S], delays: Sequence[float] | np.ndarray) -> S:
-        r"""Fit the mean to n measured delays $x_i$: $a = \frac 1 n \sum_i x_i$.
+        r"""Set the mean of the distribution to the mean $a = \frac 1 n \sum_i x_i$ of n measured delays $x_i$.
 
         For the exponential distribution, this is the maximum-likelihood fit. For the half-normal distribution, the
-        scale of the normal variable is $a \sqrt{\pi / 2}$, so that the mean delay is the measured one. OrthoFL D.4
-        does not state the scale.
+        underlying normal variable then has the scale $a \sqrt{\pi / 2}$, which OrthoFL D.4 does not state.
         """
         return cls(float(check_vector("delays", delays, at_least=0).mean()))
 
@@ -266,7 +270,9 @@ class _MeanParametrised(Delay):
 
 @dataclass(frozen=True)
 class HalfNormal(_MeanParametrised):
-    r"""Half-normal distribution with mean a: the absolute value of a normal variable of scale $a \sqrt{\pi / 2}$.
+    r"""Half-normal distribution of delays with the mean $a$.
+
+    A delay is the absolute value of a normal variable with mean 0 and standard deviation $a \sqrt{\pi / 2}$.
 
     Args:
         mean: the mean a, which must be positive.
@@ -305,11 +311,12 @@ class Uniform(Delay):
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "Uniform":
-        r"""Fit the 5th and the 95th percentile to n measured delays.
+        r"""Fit `low` and `high` to the 5th and the 95th percentile of n measured delays.
 
-        Let $x_{(0)} \le \dots \le x_{(n - 1)}$ be the sorted delays. The percentile p is the linear interpolation of
-        $x_{(j)}$ and $x_{(j + 1)}$ at the position $j + \epsilon = (n - 1) p / 100$, with $0 \le \epsilon < 1$. With
-        one measurement, both percentiles are equal and the delay is constant.
+        Let $x_{(0)} \le \dots \le x_{(n - 1)}$ be the sorted delays. The p-th percentile is at the position
+        $j + \epsilon = (n - 1) p / 100$ among them, where $j$ is an integer and $0 \le \epsilon < 1$. Its value is the
+        linear interpolation $(1 - \epsilon) x_{(j)} + \epsilon x_{(j + 1)}$. With a single measurement, both
+        percentiles are equal and the delay is constant.
 
         Source: OrthoFL D.4.
         """
@@ -325,7 +332,9 @@ class Uniform(Delay):
 
 @dataclass(frozen=True)
 class Exponential(_MeanParametrised):
-    r"""Exponential distribution with $F^{-1}(u) = -a \log(1 - u)$. The mean a is the inverse of the rate.
+    r"""Exponential distribution of delays with the mean $a$, which is the inverse of the rate.
+
+    The quantile function is $F^{-1}(u) = -a \log(1 - u)$.
 
     Args:
         mean: the mean a, which must be positive.
@@ -341,10 +350,11 @@ class Exponential(_MeanParametrised):
 
 @dataclass(frozen=True)
 class Empirical(Delay):
-    r"""Empirical distribution of measured tasks: `work` units take $\operatorname{work} \cdot t_i + c_i$ seconds.
+    r"""Empirical distribution of the times of measured tasks.
 
-    All measured tasks i are equally likely. The computation time is proportional to the work. The communication time
-    does not depend on the work. Each draw uses both times of the same task.
+    Each draw selects one measured task $i$ at random, and all measured tasks are equally likely. A simulated task of
+    `work` units then takes $\operatorname{work} \cdot t_i + c_i$ seconds. The computation time $t_i$ is multiplied by
+    the work, but the communication time $c_i$ does not depend on the work.
 
     Args:
         computation: the computation times $t_i$ in seconds per unit of work, (n,).
@@ -390,11 +400,11 @@ class Empirical(Delay):
     def from_csv(path: Path | str, *, work: float = 1.0, size_ratio: float = 1.0) -> "dict[str, Empirical]":
         """Read the measured times of devices from a CSV file.
 
-        The file has one line for each task, with these columns. Further columns are ignored.
+        Each row of the file describes one measured task. These columns are required, and other columns are ignored:
 
-        - `client`: the name of the device.
-        - `computation_s`: the seconds of the computation.
-        - `round_s`: the seconds of the whole task, with communication.
+        - `client`: the name of the device that ran the task.
+        - `computation_s`: the computation time in seconds.
+        - `round_s`: the time of the whole task in seconds, including communication.
 
         Args:
             path: the path of a CSV file with a header.
@@ -419,7 +429,7 @@ class Empirical(Delay):
 
 
 def assign_profiles(profiles: Mapping[str, D], clients: Iterable[C], generator: np.random.Generator) -> dict[C, D]:
-    """Assign a random delay distribution to each client, with replacement.
+    """Draw a delay distribution for each client at random, with replacement.
 
     Args:
         profiles: the distributions, such as the result of `Empirical.from_csv`.
@@ -449,7 +459,7 @@ def set_fields(value: object, **fields: object) -> None:
 
 
 def _normal_quantile(probability: float) -> float:
-    """Return the quantile of the normal distribution, which is finite at both ends of [0, 1]."""
+    """Return the standard normal quantile, clamped to be finite at both ends of [0, 1]."""
     return NORMAL.inv_cdf(
         probability
         if MIN_PROBABILITY <= probability <= MAX_PROBABILITY
@@ -460,6 +470,6 @@ def _normal_quantile(probability: float) -> float:
 
 
 DelayFactory: TypeAlias = Callable[[Sequence[int], np.random.Generator], Mapping[int, Delay] | Delay]
-"""A function that returns one delay for all clients, or a delay for each client."""
+"""A function of the clients and a random generator that returns one delay for all clients, or one for each client."""
 Delays: TypeAlias = Delay | Mapping[int, Delay] | str | Path | DelayFactory | None
 """The type of the argument `delays` of [`run`][manifoldagg.simulation.run]. A string or a path names a CSV file."""

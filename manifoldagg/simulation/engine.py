@@ -1,4 +1,4 @@
-"""The simulation engine, which processes dispatches and completions of tasks in virtual time."""
+"""The simulation engine, which processes the dispatches, completions and dropouts of tasks in virtual time."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,20 +36,20 @@ __all__ = ["TASK_COSTS", "Simulator", "UpdateEvent", "run"]
 
 TASK_COSTS = ("fixed", "trainer")
 AveragingLike: TypeAlias = Averaging | Callable[[ParameterSpace], Averaging] | None
-"""An average of the versions of a model, or a function of their space that returns one."""
+"""A weight average, a function that creates one for a `ParameterSpace`, or `None`."""
 SERVER_LIMITS = ServerLimits(history_size=0, receipt_cache_size=0)
-"""Limits that disable storage for readers and repeated requests, which a simulation does not need."""
+"""Limits that disable the model history and the receipt cache of the server, which a simulation does not need."""
 
 
 @dataclass(frozen=True)
 class UpdateEvent:
-    """One processed update. A run passes it to its callbacks.
+    """One update in a run. The run passes it to the callback `on_update`.
 
     Attributes:
-        update_index: the number of this update in the run, from 1.
-        client: the client.
-        message: the message from which the client trained.
-        payload: the payload that the client returned.
+        update_index: the index of the update in the run, counted from 1.
+        client: the client that sent the update.
+        message: the message that the client received before its training.
+        payload: the payload that the client returned after its training.
     """
 
     update_index: int
@@ -59,18 +59,19 @@ class UpdateEvent:
 
 
 class Simulator:
-    """A simulated run, which can stop between any two events.
+    """A simulated run that advances event by event and can stop between any two events.
 
-    `advance` processes one event: the server dispatches a task to a client, a client completes a task, or a client
-    drops out. The arguments are the arguments of `run`, with these differences:
+    Each call of `advance` processes one event: the server dispatches a task, a client completes a task, or tasks are
+    lost. The arguments are those of `run`, with these differences:
 
-    - `method` is bound to the clients.
+    - `method` must already be bound to the clients.
+    - `event_loop` replaces `scheduler`, `delays`, `availability`, `concurrency` and `refill`.
     - `duration` may be infinite.
     - `metadata` contains all settings of the run.
-    - `loaded` is the checkpoint of an interrupted run.
+    - `loaded` is the checkpoint of an interrupted run, or `None`.
 
     Attributes:
-        cost: the cost so far.
+        cost: the cost of the run so far.
         event_log: the events so far.
         evaluation_log: the evaluations so far.
         task_runner: the runner that trains the clients.
@@ -155,14 +156,17 @@ class Simulator:
         return isinstance(event, CompletionEvent)
 
     def evaluate(self) -> Evaluation:
-        """Append a row with the metrics of the model and the staleness since the last evaluation to the log."""
+        """Evaluate the current model of the server and append the result to the evaluation log.
+
+        The result also contains the staleness of the updates since the previous evaluation.
+        """
         seen = self.evaluation_log.evaluations[-1].updates
         return self.evaluation_log.record(
             self._server, self.cost, [task.staleness for task in self.event_log.trace[seen:]]
         )
 
     def snapshot(self) -> RunSnapshot:
-        """Return a snapshot of the complete state."""
+        """Return a snapshot of the complete state of the run."""
         return RunSnapshot(
             metadata=self._metadata,
             server=self._server.snapshot(),
@@ -194,7 +198,7 @@ class Simulator:
         self.task_runner.submit(task_id, message)
 
     def _drop(self, task_ids: Sequence[TaskId]) -> None:
-        """Drop the tasks of a client that failed."""
+        """Discard tasks that were lost or cancelled."""
         for task_id in task_ids:
             self._server.drop(self._pop_ticket(task_id))
         self._lookahead.on_dropout(task_ids)
@@ -268,15 +272,16 @@ def run(
     checkpoint: CheckpointPolicy | None = None,
     resume: bool = False,
 ) -> RunResult:
-    """Train in virtual time until the server has received `num_updates` updates, or `duration` has passed.
+    """Simulate training in virtual time until `num_updates` updates have arrived or `duration` has passed.
 
-    The rule determines which clients the server dispatches tasks to, and when:
+    The rule of the method determines when the server dispatches tasks, and to which clients:
 
-    - With an asynchronous rule, the server first dispatches to all clients (or to `concurrency` clients), and then
-      again after each update.
-    - With a rule that has a cohort of k clients, the server dispatches to k clients. When all k updates have arrived,
-      the server dispatches to k clients again.
-    - Other rules draw or route clients themselves.
+    - With an asynchronous rule, the server first dispatches one task to every client, or to `concurrency` clients.
+      After each update, it dispatches a new task.
+    - With a rule that has a cohort of k clients, the server dispatches a task to each of k clients. It waits for all k
+      updates before it dispatches the next k tasks.
+    - Other rules choose the clients themselves. They either draw cohorts of clients or define the probability that a
+      client receives the next task.
 
     Args:
         federation: the federated data set.

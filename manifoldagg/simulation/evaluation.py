@@ -1,4 +1,4 @@
-"""Evaluation of a run: metrics, loss and fairness of the server's model on the held-out samples."""
+"""Evaluation of the server's model on the held-out samples: metrics, loss and fairness between clients."""
 
 import math
 import time
@@ -26,11 +26,12 @@ EVAL_BATCH_SIZE = 1_000
 
 
 class SampleStatistics(NamedTuple):
-    """The results for each held-out sample, from which metrics are computed.
+    """The results of an evaluation for each held-out sample. Metrics are computed from these results.
 
     Attributes:
-        loss: (samples,): the criterion, or its mean over the tokens or the labels of a sample.
-        statistics: (samples, ...): the results of each function `statistics` of the metrics, by function.
+        loss: the loss of each sample, (samples,). If a sample has several tokens or labels, its loss is their mean
+            loss.
+        statistics: for each function `Metric.statistics`, its results for all samples, (samples, ...).
     """
 
     loss: np.ndarray
@@ -52,7 +53,7 @@ class Evaluator:
         self._model = federation.model().eval()
 
     def evaluate(self, model: Mapping[str, Tensor], samples: slice = slice(None)) -> SampleStatistics:
-        """Evaluate a state dict in one pass, on the given range of the held-out samples."""
+        """Evaluate a state dict on a range of the held-out samples, in a single pass."""
         self._model.load_state_dict(model)
         inputs = self._inputs[samples].split(EVAL_BATCH_SIZE)
         labels = self._labels[samples].split(EVAL_BATCH_SIZE)
@@ -83,31 +84,34 @@ class Evaluator:
         return values
 
     def primary(self, found: SampleStatistics) -> float:
-        """Compute the primary metric of the evaluated samples. It is NaN if it is undefined for them."""
+        """Compute the primary metric of the evaluated samples, or return NaN if it is undefined."""
         return self._primary.compute(found.statistics[self._primary.statistics])
 
     def samples_of(self, client: int) -> slice:
-        """Return the range of a client's samples among the held-out samples."""
+        """Return the range of a client's held-out samples among those of all clients."""
         return slice(self._stops[client] - len(self._federation.held_out[client]), self._stops[client])
 
     def evaluate_average(self, point: Tensor) -> SampleStatistics:
-        """Evaluate an average of the versions of the last evaluated model.
+        """Evaluate a weight average of the server's models.
 
-        The BatchNorm statistics of the average are computed on the training samples of all clients. The other buffers
-        are copied from the last evaluated model.
+        The averaged model gets new BatchNorm statistics, which are computed on the training samples of all clients. Its
+        other buffers are copied from the model that was evaluated last.
         """
         space = ParameterSpace.of(self._model)
         buffers = refresh_buffers(space, self._model, point, self._training_batches())
         return self.evaluate(space.state_dict(point, buffers))
 
     def _training_batches(self) -> Iterator[Tensor]:
-        """Return the inputs of all clients in batches of equal sizes, each with samples of many clients."""
+        """Return the training inputs of all clients in batches that each mix many clients."""
         index = torch.from_numpy(np.concatenate(self._federation.train))
         count = -(-len(index) // EVAL_BATCH_SIZE)
         return (self._federation.dataset.inputs[index[first::count]] for first in range(count))
 
     def primary_by_client(self, found: SampleStatistics) -> list[float]:
-        """Return the primary metric of each client that has held-out samples for which it is defined."""
+        """Return the primary metric on the held-out samples of each client.
+
+        Clients are omitted if they have no held-out samples, or if the metric is undefined for their samples.
+        """
         edges = np.cumsum([len(part) for part in self._held_out])[:-1]
         parts = np.split(found.statistics[self._primary.statistics], edges)
         values = [self._primary.compute(part) for part in parts]
@@ -115,7 +119,7 @@ class Evaluator:
 
 
 class _Metrics(NamedTuple):
-    """The metrics of a model."""
+    """The metrics of a model and of its weight average."""
 
     accuracy: float
     loss: float | None
@@ -127,7 +131,7 @@ class _Metrics(NamedTuple):
 
 
 class EvaluationLog:
-    """The evaluations of a server's models, in order.
+    """The evaluations of the server's models in a run, in order.
 
     Args:
         federation: the federated data set.
@@ -172,7 +176,9 @@ class EvaluationLog:
         self.seconds += seconds
 
     def record(self, server: Server, cost: Cost, staleness: Sequence[int] = ()) -> Evaluation:
-        """Record an evaluation of the current model. An unchanged model is not evaluated again.
+        """Evaluate the server's current model and append the result to `evaluations`.
+
+        If the model has not changed since the previous evaluation, its metrics are reused.
 
         Args:
             server: the server with the model.
@@ -207,9 +213,10 @@ class EvaluationLog:
         return row
 
     def record_start(self, ticket: Ticket, client: int, *, updates: int, now: float) -> None:
-        """Evaluate the start model of a task on the held-out samples of its client, if there are any.
+        """Evaluate the start model of a task on the held-out samples of its client.
 
-        Without `eval_starts`, nothing is recorded.
+        The result is appended to `starts`, unless the primary metric is undefined for these samples. The method does
+        nothing if `eval_starts` is false or the client has no held-out samples.
 
         Args:
             ticket: the ticket with the start model.
@@ -229,7 +236,10 @@ class EvaluationLog:
         self.seconds += time.perf_counter() - started
 
     def _average_metrics(self) -> tuple[float | None, float | None]:
-        """Return the primary metric and the mean loss of the average, or `None` twice if the average is empty."""
+        """Return the primary metric and the mean loss of the weight average.
+
+        Both values are `None` if there is no average yet, or if its BatchNorm statistics are not finite.
+        """
         point = None if self._averaging is None else self._averaging.average
         if point is None:
             return None, None
@@ -247,7 +257,13 @@ def _mean_loss(found: SampleStatistics) -> float | None:
 
 
 def gini(values: np.ndarray | Sequence[float]) -> float:
-    r"""Return the Gini index $\frac{1}{2 N^2 \bar x} \sum_{i,j} |x_i - x_j|$, from 0 (equality) to (N - 1)/N.
+    r"""Compute the Gini index of N numbers $x_i$ with the mean $\bar x$, a measure of inequality.
+
+    The index
+
+    $$\frac{1}{2 N^2 \bar x} \sum_{i,j} |x_i - x_j|$$
+
+    ranges from 0 for equal numbers to $(N - 1) / N$.
 
     Args:
         values: N non-negative numbers. If all are zero, the result is 0, the limit for equal positive values.
@@ -273,7 +289,13 @@ def gini(values: np.ndarray | Sequence[float]) -> float:
 
 
 def theil(values: np.ndarray | Sequence[float]) -> float:
-    r"""Return the Theil index $\frac{1}{N \bar x} \sum_i x_i \ln(x_i / \bar x)$, from 0 (equality) to ln N.
+    r"""Compute the Theil index of N numbers $x_i$ with the mean $\bar x$, a measure of inequality.
+
+    The index
+
+    $$\frac{1}{N \bar x} \sum_i x_i \ln(x_i / \bar x)$$
+
+    ranges from 0 for equal numbers to $\ln N$.
 
     Args:
         values: N non-negative numbers, with 0 ln 0 = 0. If all are zero, the result is 0.

@@ -1,4 +1,4 @@
-"""The event loop of a run, which determines the order of dispatches and completions without a model."""
+"""The event loop of a run, which determines the order of task dispatches and completions without training a model."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,14 +39,14 @@ class DispatchEvent(NamedTuple):
 
 
 class CompletionEvent(NamedTuple):
-    """The completion of a task. The times of `completion` start at the dispatch event."""
+    """The completion of a task. `completion.dispatched` is the time of its `DispatchEvent`."""
 
     task_id: TaskId
     completion: Completion
 
 
 class DropoutEvent(NamedTuple):
-    """The loss of tasks whose client became unavailable, or the cancellation of tasks that the server does not need."""
+    """Tasks that will never complete, because their client failed or the server no longer needs their updates."""
 
     task_ids: tuple[TaskId, ...]
 
@@ -62,11 +62,11 @@ class _DispatchedTask(NamedTuple):
 
 
 class EventLoop:
-    """The order of dispatches and completions of a run.
+    """The event loop of a run, which returns the dispatches and completions of tasks in order.
 
-    A client's tasks run in order. If the scheduler allows queueing, tasks of a busy client wait in the scheduler.
-    Otherwise they wait in the event loop. The caller must call `submit` after each `DispatchEvent`, and `acknowledge`
-    after each `CompletionEvent`.
+    The tasks of one client run one after another. If a busy client receives further tasks, they wait in the scheduler
+    if it allows queueing, and otherwise in the event loop. The caller must call `submit` after each `DispatchEvent` and
+    `acknowledge` after each `CompletionEvent`.
 
     Args:
         clients: all clients that may participate, without duplicates.
@@ -137,7 +137,7 @@ class EventLoop:
         return self._scheduler.now
 
     def peek(self) -> float:
-        """Return the time of the next event or change of availability, or infinity."""
+        """Return the time of the next event or availability change, or infinity if there is none."""
         return self.now if self._dispatch_queue or self._cancelled else self._availability.peek()
 
     def next(self) -> SimulationEvent:
@@ -168,7 +168,10 @@ class EventLoop:
         return self.pending_event
 
     def submit(self, client: int, work: float) -> TaskId:
-        """Dispatch a task of `work` units to the client of the last `DispatchEvent`, and return its identifier.
+        """Dispatch a task of `work` units to the client of the latest `DispatchEvent`.
+
+        Returns:
+            The identifier of the task.
 
         Raises:
             ArgumentError: if the last event is not a `DispatchEvent` of this client, or the scheduler rejects the task.
@@ -189,7 +192,7 @@ class EventLoop:
         return key
 
     def acknowledge(self, accepted: bool) -> None:
-        """Report whether the server applied the last update. The last event must be a completion."""
+        """Report whether the server accepted the latest update. The latest event must be a `CompletionEvent`."""
         if not isinstance(self.pending_event, CompletionEvent):
             raise ArgumentError(f"event_loop: expected a CompletionEvent to acknowledge, got {self.pending_event}")
         client = self.pending_event.task_id.client

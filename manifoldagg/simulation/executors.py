@@ -1,6 +1,7 @@
-"""Executors that restart after a failure, and process pools whose workers end with the parent process.
+"""Executors that train the tasks of clients in parallel, and restart after a failure.
 
-The results of a run are bit-identical for all executors.
+The worker processes of an executor end when their parent process ends. The results of a run are bit-identical for all
+executors.
 """
 
 import os
@@ -30,9 +31,9 @@ MAX_RESTARTS = 3
 
 
 class RestartingExecutor:
-    """An executor that is replaced after a failure.
+    """A wrapper around an executor, which it replaces with a new executor after a failure.
 
-    As a context manager, a `RestartingExecutor` closes the executors that it created.
+    At the end of a `with` block, the wrapper shuts down the executor that it created.
 
     Args:
         source: an executor, or a function that returns one. The function is called again after a failure. A given
@@ -150,7 +151,10 @@ ExecutorLike: TypeAlias = Executor | Callable[[], Executor] | RestartingExecutor
 
 @contextmanager
 def shared_executor(executor: ExecutorLike) -> Iterator[ExecutorLike]:
-    """Yield an executor for several runs. If `executor` is a function, it is called once, and again after a failure."""
+    """Yield an executor that several runs share.
+
+    If `executor` is a function, it creates one executor for all runs, and a new executor after each failure.
+    """
     if executor is None or isinstance(executor, RestartingExecutor):
         yield executor
         return
@@ -171,10 +175,11 @@ def _has_cancelled_work(manager: threading.Thread) -> bool:
 
 
 def processes(jobs: int) -> Callable[[], Executor]:
-    """Return a function that creates a pool of local processes, for `run(executor=...)`.
+    """Return a function that creates a pool of worker processes. Pass this function to `run` as `executor`.
 
-    Each process uses one thread for arithmetic, ignores Ctrl-C, and ends when its parent ends for any reason. The start
-    method is `spawn`, so a script must protect its calls with `if __name__ == "__main__":`.
+    Each worker process uses one thread for arithmetic, ignores Ctrl-C, and ends when its parent process ends. The
+    processes are started with the method `spawn`, which imports the calling script again. A script must therefore
+    protect its calls with `if __name__ == "__main__":`.
 
     Args:
         jobs: the number of processes.
@@ -201,9 +206,9 @@ def _make_pool(jobs: int) -> Executor:
 
 @contextmanager
 def _block_sigint() -> Iterator[None]:
-    """Block SIGINT in processes that are started inside the `with` block.
+    """Block SIGINT in the processes that start inside the `with` block.
 
-    The current process receives a pending SIGINT after the `with` block.
+    If a SIGINT arrives during the block, the current process receives it at the end.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield

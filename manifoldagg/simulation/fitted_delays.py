@@ -1,7 +1,7 @@
-r"""Distributions that are fitted to the measured tasks of each device.
+r"""Delay distributions that are fitted to the measured tasks of each device.
 
-OrthoFL simulates a device by a distribution with the mean and the standard deviation of its measured tasks. Each task
-of a client then takes a random time of this distribution (OrthoFL §5.1 and D.4).
+OrthoFL simulates each device with a distribution that has the mean and the standard deviation of the device's measured
+task times. The duration of each simulated task is drawn from this distribution (OrthoFL §5.1 and D.4).
 """
 
 from collections.abc import Callable, Mapping
@@ -24,12 +24,12 @@ FAMILIES: Mapping[str, Callable[[np.ndarray], Delay]] = {
     "uniform": Uniform.fit,
     "exponential": Exponential.fit,
 }
-"""The fits of `fit_profiles` by name."""
+"""The functions that fit a distribution to measured delays, by the name of the family."""
 
 
 @dataclass(frozen=True)
 class PerTask(Delay):
-    """Delay of a whole task, independent of the work of the task.
+    """A delay of a whole task that does not depend on the work of the task.
 
     Args:
         delay: the distribution of the seconds of a task.
@@ -65,12 +65,12 @@ def fit_profiles(
 ) -> dict[str, Delay]:
     r"""Fit one distribution to the measured tasks of each device in a CSV file.
 
-    Task i of a device has the computation time $t_i$ and the communication time $c_i$. Its delay for one unit of work
-    is
+    Let $t_i$ be the computation time and $c_i$ the communication time of task $i$ of a device. The delay of this task
+    for one unit of work is
 
     $$x_i = (t_i + \operatorname{size\_ratio} \cdot c_i) / \operatorname{work}.$$
 
-    With the default options, $x_i$ is `round_s`. Each device has its own parameters:
+    With the default options, $x_i$ equals the time in the column `round_s`. Each device has its own parameters:
 
     | `family` | distribution | parameters from the delays $x_i$ of the device |
     | --- | --- | --- |
@@ -80,8 +80,8 @@ def fit_profiles(
     | `uniform` | [`Uniform`][manifoldagg.simulation.Uniform] | 5th and 95th percentile |
     | `exponential` | [`Exponential`][manifoldagg.simulation.Exponential] | mean |
 
-    The method `fit` of each class states the formulas. Standard deviations have the divisor n. A device with one
-    measurement has the standard deviation 0. Its Gaussian, log-normal and uniform delays are therefore constant.
+    The method `fit` of each class states the formulas. Standard deviations have the divisor n. If a device has a single
+    measurement, its standard deviation is 0. Its Gaussian, log-normal and uniform delays are therefore constant.
 
     Args:
         path: the path of a CSV file, as for [`Empirical.from_csv`][manifoldagg.simulation.Empirical.from_csv].

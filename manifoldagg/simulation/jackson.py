@@ -1,4 +1,4 @@
-r"""A scheduler for a closed Jackson network: client queues with exponential service times and random routing."""
+r"""A scheduler for a closed Jackson network, in which each client is a queue with exponential service times."""
 
 import bisect
 from collections import deque
@@ -17,15 +17,15 @@ MIN_RATE = 2.0**-1022
 
 
 class JacksonNetwork(Scheduler[int]):
-    r"""Closed Jackson network of clients that process their queues in FIFO order.
+    r"""A closed Jackson network of n clients, each of which processes its tasks in FIFO order.
 
-    At client i, the time of a task of work 1 is exponentially distributed with rate $\mu_i$. A task of work w takes w
-    times as long.
+    At client $i$, a task with one unit of work takes an exponentially distributed time with rate $\mu_i$. A task with
+    $w$ units takes $w$ times as long.
 
-    Suppose that the caller calls `dispatch(route())` after each `next()`, so that m tasks of work 1 are always in
-    flight. Let $x_i$ be the number of tasks at client i. Then x is a Markov chain with the stationary distribution
-    $\pi_{n,m}(x) \propto \prod_i (p_i / \mu_i)^{x_i}$. Immediately before a dispatch, the other m - 1 tasks have the
-    distribution $\pi_{n,m-1}$.
+    Suppose that $m$ tasks with one unit of work are always in flight, because the caller calls `dispatch(route())`
+    after each `next()`. Then the vector $x$ of the numbers of tasks at the clients is a Markov chain. With the routing
+    probabilities $p_i$, its stationary distribution is $\pi_{n,m}(x) \propto \prod_i (p_i / \mu_i)^{x_i}$. Immediately
+    before a dispatch, the other $m - 1$ tasks have the distribution $\pi_{n,m-1}$.
 
     Args:
         routing: the shares p of the tasks, (n,), with sum 1 up to 1e-6.

@@ -13,20 +13,23 @@ from manifoldagg.simulation.event_loop import DispatchEvent, DropoutEvent, Event
 __all__ = ["Lookahead"]
 
 RECOPY_FACTOR = 4
-"""The number of copied events that one event of the run pays for. A wrong copy is replaced when its cost is paid."""
+"""The number of events in the copy that one event of the run pays for. After a wrong prediction, the event loop is
+copied again when the previous copy has been paid for."""
 CLIENTS_PER_EVENT = 64
-"""The number of clients whose copy costs as much as one event."""
+"""The number of clients whose state can be copied at the cost of processing one event."""
 
 
 class Lookahead:
-    """A prediction of the order in which a run needs the results of its tasks in flight.
+    """A predictor of the order in which a run will need the results of its tasks in flight.
 
-    A copy of the event loop runs ahead with two assumptions:
+    It predicts the order with a copy of the event loop, which runs ahead of the original. The copy makes two
+    assumptions:
 
     - The server accepts every update.
-    - Each task has the same work as the previous task of its client. The first task has the work `task_cost`.
+    - Each task has the same work as the previous task of its client. The function `task_cost` returns the work of a
+      client's first task.
 
-    Without a copy, the predicted order is the order of dispatch.
+    While no copy is available, the predicted order is the order of dispatch.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Lookahead:
         return list(islice(self._in_flight if self._copy is None else needed, limit))
 
     def _compare(self, task_id: TaskId, value: float | bool) -> None:
-        """Discard the copy if the event loop differs from its prediction."""
+        """Discard the copy if it did not predict this event of the run."""
         self._cost -= RECOPY_FACTOR
         if self._copy is None:
             return
@@ -88,10 +91,10 @@ class Lookahead:
             self._order = {}
 
     def _advance(self, value: float | bool | None = None) -> tuple[TaskId, float | bool] | None:
-        """Process the next event of the copy with the given value, or with an assumed value.
+        """Process the next event of the copied event loop, or return `None` at its end.
 
-        Return `None` at the end.
-
+        The result is the task of the event, and a value. The value is the work of a dispatched task, or whether the
+        update of a completed task is accepted. If the argument `value` is `None`, the method assumes a value.
         """
         ahead = self._copy
         if ahead is None or (ahead.pending_event is None and self._is_over(ahead)):

@@ -12,9 +12,9 @@ COLUMNS = ("client", "computation_s", "round_s")
 
 
 def read_measurements(path: Path | str) -> dict[str, list[tuple[float, float]]]:
-    """Read the computation time and the communication time of each measured task from a CSV file, in seconds.
+    """Read the computation and communication times of measured tasks, in seconds, from a CSV file.
 
-    The columns of the file are described in [`Empirical.from_csv`][manifoldagg.simulation.Empirical.from_csv].
+    [`Empirical.from_csv`][manifoldagg.simulation.Empirical.from_csv] describes the columns of the file.
 
     Returns:
         The tasks of each device, in the order of the file.

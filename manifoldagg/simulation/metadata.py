@@ -1,4 +1,4 @@
-"""Metadata: the settings and versions that determine a result, as text that does not depend on the process."""
+"""The metadata of a run: its settings and package versions, in a form that is the same in every process."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -58,7 +58,9 @@ def versions() -> dict[str, str]:
 
 
 def check_compatible(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Check that the given settings equal those in a file or a folder. A missing setting equals `None`.
+    """Check that the current settings of a run are equal to the saved settings.
+
+    A setting that only one of them contains counts as `None` in the other one.
 
     Raises:
         CheckpointError: if they differ. The message contains the first difference.

@@ -19,14 +19,15 @@ __all__ = ["Method", "RunResult", "check_method"]
 
 @dataclass(frozen=True)
 class Method:
-    """A rule and its trainer, with a display name.
+    """A method of federated learning: the rule of the server and the trainer of the clients.
 
     Attributes:
-        name: the name, which must be unique in a comparison.
-        rule: the rule, or a function of the participating clients that returns a rule, such as a rule with a routing.
-        trainer: the trainer of the clients.
-        rate_field: the path of the field that contains the global rate of the rule, such as `"rate"` or `"rule.rate"`.
-            Tuning changes this field. `None` excludes the rate from tuning.
+        name: the display name, which must be unique in a comparison.
+        rule: the rule, or a function that receives the participating clients and returns a rule. For example, a rule
+            with a routing over the clients requires such a function.
+        trainer: the trainer that every client runs.
+        rate_field: the path of the field that contains the global learning rate of the rule, such as `"rate"` or
+            `"rule.rate"`. Tuning changes this field. With `None`, the rate is not tuned.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Method:
     rate_field: str | None = "rate"
 
     def bind(self, clients: Sequence[int], buffer: int | None = None) -> "Method":
-        """Return the method for these clients, with its rule built.
+        """Build the rule for the given clients, and return a method with this rule.
 
         Args:
             clients: the participating clients.
@@ -68,17 +69,17 @@ def check_method(name: str, method: object) -> Method:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a run: the evaluations of the server's model, and the trace.
+    """The result of a run: the evaluations of the server's model, and the trace of the clients' tasks.
 
     Attributes:
-        evaluations: the evaluations in order. The first evaluation is before update 1, and the last evaluation is after
-            all updates.
-        trace: the record of the task of each update, (updates,). Its staleness is the number of versions that the
-            server counts.
+        evaluations: the evaluations in order. The first one precedes update 1, and the last one follows all updates.
+        trace: the record of the task of each update, (updates,). It contains the staleness in versions of the server's
+            model.
         client_accuracy: the accuracy of the best evaluated model, for each client with held-out samples.
-        seconds: the wall-clock time without evaluation.
-        evaluation_seconds: the wall-clock time of evaluation.
-        starts: the evaluations of the clients' start models in the order of the dispatches, with `eval_starts`.
+        seconds: the wall-clock time of the run in seconds, without evaluations.
+        evaluation_seconds: the wall-clock time of the evaluations in seconds.
+        starts: the evaluations of the clients' start models in order of dispatch. The list is empty without
+            `eval_starts`.
     """
 
     evaluations: list[Evaluation]
@@ -104,7 +105,7 @@ class RunResult:
 
     @property
     def average_accuracy(self) -> list[float | None]:
-        """The accuracy of the average at each evaluation; `None` before the first averaged version."""
+        """The accuracy of the weight average at each evaluation; `None` before the first averaged version."""
         return [row.average_accuracy for row in self.evaluations]
 
     @property
@@ -143,6 +144,9 @@ class RunResult:
         return theil(self.client_accuracy)
 
     def updates_to(self, target: float) -> int | None:
-        """Return the number of updates before the first evaluation with an accuracy of at least `target`, or `None`."""
+        """Return the number of updates at the first evaluation with an accuracy of at least `target`.
+
+        If no evaluation has this accuracy, return `None`.
+        """
         row = first_reaching(self.evaluations, target)
         return None if row is None else row.updates

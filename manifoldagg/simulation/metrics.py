@@ -1,4 +1,4 @@
-"""Metrics of a model on held-out samples: the accuracy, and AUROC and AUPRC for samples with several labels."""
+"""Metrics of a model on held-out samples: accuracy, and AUROC and AUPRC if samples can have several labels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Criterion(Protocol):
     """A loss function of scores and labels, such as `torch.nn.functional.cross_entropy`."""
 
     def __call__(self, scores: Any, labels: Any, /, *, reduction: str = "mean") -> Tensor:
-        """Return the mean loss. With `reduction="none"`, return the losses (samples, ...) without the mean."""
+        """Return the mean loss, or the losses (samples, ...) if `reduction` is `"none"`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Metric:
 
 
 def _correct(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return 1 for a correct prediction and 0 for a wrong one, or the fraction of correct tokens of a sequence."""
+    """Return the fraction of correct predictions among the one or more labels of each sample."""
     return (scores.argmax(1) == labels).double().view(len(labels), -1).mean(1)
 
 
@@ -72,7 +72,7 @@ def _macro_auprc(values: np.ndarray) -> float:
 
 
 def _macro_average(function: str, values: np.ndarray) -> float:
-    """Average a metric of scikit-learn over the labels that some samples have and others do not have."""
+    """Average a scikit-learn metric over the labels with positive and negative samples."""
     try:
         from scipy.stats import rankdata
         from sklearn import metrics
@@ -88,19 +88,22 @@ def _macro_average(function: str, values: np.ndarray) -> float:
 
 
 accuracy = Metric(_correct, _mean)
-"""The fraction of correct predictions. For sequences with a label for each token, it is the mean over the sequences of
-the fraction of correct tokens."""
+"""The fraction of correct predictions.
+
+If each token of a sequence has a label, it is the fraction of correct tokens in a sequence, averaged over the
+sequences.
+"""
 
 macro_auroc = Metric(_scores_and_labels, _macro_auroc)
 """The mean over labels of the area under the ROC curve, for labels (samples, labels) of zeros and ones.
 
-The mean is taken over the labels for which this area is defined: some samples have the label, and others do not. If
-there is no such label, the metric is NaN. A score that is not finite counts as the lowest or the highest score. The
-areas are those of scikit-learn.
+The mean includes each label that at least one sample has and at least one sample does not have, because the area is
+undefined for other labels. If there is no such label, the metric is NaN. A score that is not finite counts as the
+lowest or the highest score. The areas are those of scikit-learn.
 """
 
 macro_auprc = Metric(_scores_and_labels, _macro_auprc)
-"""The mean over labels of the average precision, which is the area under the curve of precision and recall.
+"""The mean over labels of the average precision, which approximates the area under the precision-recall curve.
 
-The mean is taken over the same labels as in `macro_auroc`, and the average precision is that of scikit-learn.
+The mean includes the same labels as in `macro_auroc`, and the average precision is that of scikit-learn.
 """

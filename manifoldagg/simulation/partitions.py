@@ -25,10 +25,10 @@ __all__ = [
 ]
 
 Partition: TypeAlias = Callable[..., list[np.ndarray]]
-"""A function of `labels` (samples,), the number of `clients` and `generator=`.
+"""A function that splits samples over clients. Its arguments are `labels` (samples,), `clients` and `generator=`.
 
-It returns an array of sample indices for each client. If it has an argument `user_ids`, this argument is an array
-(samples,) of integers, or `None`.
+It returns an array of sample indices for each client. If it has an argument `user_ids`, it also receives the user of
+each sample, an array (samples,) of integers, or `None` if the users are unknown.
 """
 
 REMAINDERS = ("largest", "drop")
@@ -39,7 +39,7 @@ WEIGHTS: dict[str, Callable[[int], float]] = {
     "linear": float,
     "quadratic": lambda client: float(client**2),
 }
-"""The weights by name, as functions of the number of a client, counted from 1."""
+"""The named weights, as functions of the index of a client, counted from 1."""
 
 
 def dirichlet_partition(
@@ -50,12 +50,13 @@ def dirichlet_partition(
     *,
     remainder: str = "largest",
 ) -> list[np.ndarray]:
-    r"""Split the samples of each label over the clients, with Dirichlet-distributed shares.
+    r"""Split the samples of each label over the clients in random proportions from a Dirichlet distribution.
 
-    For each label $y$, draw $p_y \sim \mathrm{Dir}(\alpha, \dots, \alpha)$ over the clients and assign
-    $\lfloor p_{y,i} |D_y| \rfloor$ random samples of the label to client i. Client sizes are not balanced.
+    For each label $y$ with $|D_y|$ samples, the shares $p_y$ of the clients are drawn from
+    $\mathrm{Dir}(\alpha, \dots, \alpha)$. Client $i$ then receives $\lfloor p_{y,i} |D_y| \rfloor$ random samples of
+    this label. The total number of samples can differ between clients.
 
-    The result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
+    The return value and the exceptions are those of [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Args:
         labels: the labels (samples,), integers or strings.
@@ -93,7 +94,9 @@ def dirichlet_partition(
 def iid_partition(
     labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """Split samples at random, independent of their labels, into parts whose sizes differ by at most one.
+    """Split samples over clients at random, independently of their labels.
+
+    The numbers of samples of any two clients differ by at most one.
 
     Args:
         labels: the labels (samples,), integers or strings.
@@ -120,10 +123,11 @@ def shards_partition(
     shards_per_client: int,
     generator: np.random.Generator,
 ) -> list[np.ndarray]:
-    """Sort samples by label, split them into equal shards, and assign random shards to each client.
+    """Sort the samples by label, cut them into equal shards, and assign random shards to each client.
 
-    Most clients have as many labels as shards, plus one label for each shard that contains two labels. The result and
-    the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
+    As a result, each client has samples of few labels. Most clients have one label per shard, plus one label for each
+    shard that spans two labels. The return value and the exceptions are those of
+    [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Args:
         labels: the labels (samples,), integers or strings.
@@ -156,11 +160,13 @@ def cyclic_partition(
     labels_per_client: int,
     generator: np.random.Generator,
 ) -> list[np.ndarray]:
-    r"""Assign the k labels $ik, ik + 1, \dots, ik + k - 1$ modulo K to client i.
+    r"""Assign k consecutive labels to each client, in cyclic order over all K labels.
 
-    The samples of a label are split evenly over the clients that have it. With fewer than K / k clients, some labels
-    are not assigned, and their samples are dropped. Labels are numbered in sorted order. The result
-    and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
+    Labels are numbered from 0 in sorted order. Client $i$ receives the labels $ik, ik + 1, \dots, ik + k - 1$ modulo
+    $K$. The samples of a label are split evenly over the clients that receive this label. With fewer than $K / k$
+    clients, some labels are not assigned, and their samples are dropped.
+
+    The return value and the exceptions are those of [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Args:
         labels: the labels (samples,), integers or strings.
@@ -193,9 +199,10 @@ def cyclic_partition(
 def disjoint_partition(
     labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """Assign each label with all its samples to one client, so that the label counts differ by at most one.
+    """Assign all samples of each label to a single client, which is chosen at random.
 
-    The result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
+    The numbers of labels of any two clients differ by at most one. The return value and the exceptions are those of
+    [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Args:
         labels: the labels (samples,), integers or strings.
@@ -223,10 +230,10 @@ def natural_partition(
     user_ids: np.ndarray | Sequence[int] | Sequence[str] | None = None,
     selection: str = "largest",
 ) -> list[np.ndarray]:
-    """Assign to each client the samples of one owner: a speaker, a patient, a writer.
+    """Assign the samples of one owner, such as a speaker, a patient or a writer, to each client.
 
-    The result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition]. The samples of
-    other owners are dropped.
+    If there are more owners than clients, the samples of the remaining owners are dropped. The return value and the
+    exceptions are those of [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Args:
         labels: the labels (samples,), integers or strings.
@@ -255,14 +262,15 @@ def grouped_partition(
     user_ids: np.ndarray | Sequence[int] | Sequence[str] | None = None,
     balance: str = "owners",
 ) -> list[np.ndarray]:
-    r"""Assign every owner with all its samples to one client, so that no sample is dropped.
+    r"""Assign all samples of each owner, such as a patient, to a single client. No sample is dropped.
 
-    With O owners and N clients, each client receives $\lfloor O / N \rfloor$ or $\lceil O / N \rceil$ random owners.
-    With 35 plays and 30 clients, five clients therefore receive two plays. With 30,805 patients, 25 clients receive
-    1,027 patients and five clients receive 1,026.
+    By default, the owners are assigned at random in equal numbers. With O owners and N clients, each client receives
+    $\lfloor O / N \rfloor$ or $\lceil O / N \rceil$ owners. For example, with 35 plays and 30 clients, five clients
+    receive two plays. With 30,805 patients and 30 clients, 25 clients receive 1,027 patients and five clients receive
+    1,026.
 
-    The result and the errors are as in [`iid_partition`][manifoldagg.simulation.iid_partition]. Each client has at
-    least one owner.
+    Each client has at least one owner. The return value and the exceptions are those of
+    [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Args:
         labels: the labels (samples,), integers or strings.
@@ -309,11 +317,12 @@ def sizes_partition(
     *,
     weights: str | float | Sequence[float] | np.ndarray | Callable[[int], float] = "linear",
 ) -> list[np.ndarray]:
-    r"""Split samples at random, independent of their labels, into parts with sizes proportional to weights.
+    r"""Split samples over clients at random, independently of their labels, in proportion to given weights.
 
-    Client i receives $n w_i / \sum_j w_j$ of n samples. The numbers are rounded down, and the remaining samples go to
-    the clients with the largest remainders, so that no sample is dropped. The result and the errors
-    are as in [`iid_partition`][manifoldagg.simulation.iid_partition].
+    Client $i$ with the weight $w_i$ receives $n w_i / \sum_j w_j$ of the n samples. These numbers are rounded down. The
+    remaining samples go to the clients with the largest remainders, so no sample is dropped.
+
+    The return value and the exceptions are those of [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Args:
         labels: the labels (samples,), integers or strings.
@@ -358,7 +367,7 @@ def check_concentration(value: float) -> float:
 def _encode_labels(
     labels: np.ndarray | Sequence[int] | Sequence[str], clients: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, int]:
-    """Check the arguments of a partition. Return the labels as integers from 0, and the number of labels."""
+    """Check the arguments, and return the labels as integers from 0 and their number."""
     labels = np.asarray(labels)
     if labels.ndim != 1 or labels.size == 0:
         raise ArgumentError(f"labels: expected a non-empty vector, got shape {labels.shape}")
@@ -375,7 +384,7 @@ def _encode_owners(
     generator: np.random.Generator,
     user_ids: np.ndarray | Sequence[int] | Sequence[str] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Check the arguments of a partition by owner. Return the owners as integers from 0, and their sample counts."""
+    """Check the arguments, and return the owners as integers from 0 and their sample counts."""
     kind, _ = _encode_labels(labels, clients, generator)
     if user_ids is None:
         raise ArgumentError("user_ids: expected the owner of each sample, got a data set without owners")
@@ -389,7 +398,7 @@ def _encode_owners(
 
 
 def _weights(weights: str | float | Sequence[float] | np.ndarray | Callable[[int], float], clients: int) -> np.ndarray:
-    """Return the weights of the clients, divided by the largest one, so that their sum does not overflow."""
+    """Return the weights of the clients, divided by the largest weight."""
     if isinstance(weights, str):
         weights = WEIGHTS[check_choice("weights", weights, WEIGHTS)]
     if callable(weights):
@@ -399,6 +408,7 @@ def _weights(weights: str | float | Sequence[float] | np.ndarray | Callable[[int
         raise ArgumentError(f"weights: expected one for each of {clients} clients, got {len(given)}")
     if not given.any():
         raise ArgumentError("weights: expected at least one positive weight, got zeros")
+    # The division by the largest weight prevents an overflow of the sum of the weights.
     scaled: np.ndarray = given / given.max()
     return scaled
 
@@ -409,7 +419,7 @@ def _concatenate_sorted(pieces: list[np.ndarray]) -> np.ndarray:
 
 
 def _expected_counts(samples: int, clients: int, concentration: float, generator: np.random.Generator) -> np.ndarray:
-    """Return `samples` times a draw from Dir(α, ..., α), including the limits 0 and infinity."""
+    """Return `samples` times a draw from Dir(α, ..., α), where α may be 0 or infinity."""
     even = np.full(clients, samples / clients)
     if concentration == 0:
         return np.where(np.arange(clients) == generator.integers(clients), float(samples), 0.0)

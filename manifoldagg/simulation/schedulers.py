@@ -33,20 +33,20 @@ RunningJob = tuple[C, float, float, int, float]
 MAX_TASK_SECONDS = 2.0**960
 """The longest task in seconds. It is below half an ulp of the largest float, so adding it to a time cannot overflow."""
 FAST_PATH_LIMIT = 2.0**480
-"""The bound on work and on seconds per unit whose product cannot exceed `MAX_TASK_SECONDS`."""
+"""If the work and the seconds per unit of work are at most this limit, their product is at most `MAX_TASK_SECONDS`."""
 
 
 class Completion(NamedTuple):
-    """The completion of a client's task.
+    """The completion of a client's task, as a scheduler reports it.
 
     Attributes:
-        time: the time of the completion in virtual seconds.
-        client: the client of the task.
-        work: the work of the task in units.
-        dispatched: the time of the dispatch.
-        started: the start time, at least `dispatched`.
-        relative_delay: the number of other tasks that finished while this task was in flight. If each of these tasks
-            moved the model, this number is the staleness in versions.
+        time: the time of the completion, in virtual seconds.
+        client: the client that ran the task.
+        work: the work of the task, in units.
+        dispatched: the time of the task's dispatch, in virtual seconds.
+        started: the time at which the client started the task, which is at least `dispatched`.
+        relative_delay: the number of other tasks that finished while this task was in flight. It equals the staleness
+            in versions if each of those tasks created a new version of the model.
     """
 
     time: float
@@ -58,11 +58,12 @@ class Completion(NamedTuple):
 
 
 class Scheduler(ABC, Generic[C]):
-    """Base class for all schedulers: the clock and the tasks in flight.
+    """Base class for schedulers, which determine when the tasks of clients start and finish in virtual time.
 
-    Clients are integers or strings. Unless `allows_queueing` is set, a client has at most one task in flight. Tasks
-    that finish at the same time are returned in the order in which they started. `copy.deepcopy` returns a copy that
-    produces the same later events. Only the scheduler may use `generator`.
+    Clients are integers or strings. A client can have only one task in flight, unless the scheduler sets
+    `allows_queueing`. Tasks that finish at the same time are returned in the order in which they started.
+    `copy.deepcopy` returns an independent copy that produces the same later events. No other code may use the random
+    `generator` of the scheduler.
     """
 
     allows_queueing: ClassVar[bool] = False
@@ -99,7 +100,7 @@ class Scheduler(ABC, Generic[C]):
         """
 
     def next(self) -> Completion:
-        """Return the next completion, and start tasks that waited for its worker.
+        """Return the next completion, and start the tasks that waited for the finished task.
 
         Raises:
             ManifoldAggError: if no task is in flight.
@@ -119,15 +120,15 @@ class Scheduler(ABC, Generic[C]):
         return Completion._make((time, client, work, dispatched, started, late))
 
     def peek(self) -> float:
-        """Return the time of the next completion, or infinity without tasks in flight.
+        """Return the time of the next completion, or infinity if no task is in flight.
 
-        A later `dispatch` or `cancel` can change this time.
+        A later call of `dispatch` or `cancel` can change this time.
         """
         self._start_ready()
         return self._clock.peek()
 
     def advance(self, time: float) -> None:
-        """Advance the time by an interval without completions.
+        """Advance the time without a completion.
 
         Raises:
             ArgumentError: if `time` is in the past, or after the next task finishes.
@@ -164,7 +165,7 @@ class Scheduler(ABC, Generic[C]):
             )
 
     def _set_fast_bound(self, slowest: float) -> None:
-        """Enable or disable the fast path of `_make_job`, given an upper bound on the seconds per unit of work."""
+        """Enable the fast path of `_make_job` if one unit of work takes few enough seconds."""
         self._fast_bound = FAST_PATH_LIMIT if slowest <= FAST_PATH_LIMIT else -1.0
 
     def _start(self, job: Job[C], seconds: float) -> int:
@@ -173,7 +174,11 @@ class Scheduler(ABC, Generic[C]):
         return self._clock.schedule_at(now + seconds, (*job, now))
 
     def _max_seconds(self, client: C, work: float) -> float:
-        """Return an upper bound on the seconds of a task. Raise an `ArgumentError` for an unknown client."""
+        """Return an upper bound on the seconds of a task.
+
+        Raises:
+            ArgumentError: if the client is unknown.
+        """
         return 0.0
 
     def _count_in(self, client: C) -> int:
@@ -193,7 +198,9 @@ class Scheduler(ABC, Generic[C]):
 
 
 class IndependentClients(Scheduler[C]):
-    """A scheduler of clients that work independently and in parallel. Each client has a delay distribution.
+    """A scheduler for clients that work in parallel and independently of each other.
+
+    The time of each task is drawn from the delay distribution of its client.
 
     Args:
         delays: a delay for each client, or one delay for all clients.
@@ -244,12 +251,13 @@ class IndependentClients(Scheduler[C]):
 
 
 class PriorityScheduler(Scheduler[C]):
-    r"""A scheduler with a few workers that execute the tasks of many clients and prefer small tasks.
+    r"""A scheduler in which a few workers execute the tasks of many clients and prefer small tasks.
 
-    - When a task is pushed to the queue, it gets the key `work + k * now`. The queue is sorted by this key.
-    - A free worker selects position i (counted from 0) of N tasks with probability $(N - i) / \sum_{j \le N} j$.
-    - When a task finishes, the worker first selects its next task. Only then can the same client push a new task.
-    - A task of `work` batches takes `work / speed` seconds.
+    - Waiting tasks are sorted by the key `work + k * now`, where `now` is the time of the task's dispatch.
+    - An idle worker selects one of the N waiting tasks at random. The task at position i, counted from 0, has the
+      probability $(N - i) / \sum_{j=1}^N j$.
+    - When a task finishes, its worker selects the next task before the same client can receive a new one.
+    - A task of `work` minibatches takes `work / speed` seconds.
 
     Args:
         clients: the number of clients, which determines the default speed $k \cdot$ clients / workers.
@@ -310,7 +318,8 @@ class PriorityScheduler(Scheduler[C]):
             self._idle_workers -= 1
 
     def _draw(self, length: int) -> int:
-        """Draw position i with probability proportional to length - i, by exact inversion of triangular numbers."""
+        """Draw position i with probability proportional to `length - i`."""
+        # The ticket is uniform, and position i has length - i tickets. The integer square root is exact.
         ticket = int(self._generator.integers(length * (length + 1) // 2))
         return length - 1 - (math.isqrt(8 * ticket + 1) - 1) // 2
 
@@ -324,7 +333,11 @@ class PriorityScheduler(Scheduler[C]):
 
 
 def normalize_client(client: Any) -> Any:
-    """Return `client` as a Python int or str, which JSON represents exactly, or raise an `ArgumentError`."""
+    """Convert a client's identifier to a Python int or str, which JSON represents exactly.
+
+    Raises:
+        ArgumentError: if the identifier is neither an integer nor a string.
+    """
     if type(client) is int or type(client) is str:
         return client
     if isinstance(client, np.integer):
@@ -333,7 +346,7 @@ def normalize_client(client: Any) -> Any:
 
 
 def parse_client(text: str) -> int | str:
-    """Parse a client's name from a file: an integer if `text` is written as one, otherwise a string."""
+    """Parse a client's name from a file. The name of an integer becomes an `int`."""
     try:
         return int(text) if str(int(text)) == text else text
     except ValueError:
@@ -341,6 +354,8 @@ def parse_client(text: str) -> int | str:
 
 
 SchedulerFactory: TypeAlias = Callable[[Sequence[int], np.random.Generator], Scheduler[int]]
-"""A function of the clients and a generator that returns a scheduler, which draws only from this generator."""
+"""A function of the clients and a random generator that returns a scheduler. The scheduler may draw from no other
+generator.
+"""
 SchedulerLike: TypeAlias = Scheduler[int] | SchedulerFactory | None
 """The type of the argument `scheduler` of [`run`][manifoldagg.simulation.run]."""

@@ -27,14 +27,14 @@ LOOKAHEAD_PER_WORKER = 16
 
 @runtime_checkable
 class TaskOrder(Protocol):
-    """The interface of a predictor of the order in which tasks are needed."""
+    """The interface of an object that predicts the order in which task results are needed."""
 
     def next_tasks(self, limit: int) -> Sequence[TaskId]:
-        """Return the first `limit` submitted tasks that will be needed."""
+        """Return the `limit` submitted tasks whose results are needed first, in order."""
 
 
 class _PendingTask:
-    """A submitted task. After the task was sent, `client_state` is the client's state at its start."""
+    """A submitted task whose result has not been returned yet."""
 
     def __init__(self, task_id: TaskId, message: Message) -> None:
         self.task_id = task_id
@@ -44,22 +44,23 @@ class _PendingTask:
 
     def reset(self) -> None:
         """Reset the task to its state before it was sent."""
+        # After the task was sent, this is the state of the client at the start of the task.
         self.client_state: ClientState = None
         self.future: Future[TaskResult] | None = None
         self.result: TaskResult | None = None
 
     def client_state_after(self) -> ClientState:
-        """Return the client state for the client's next task."""
+        """Return the client state with which the client's next task starts."""
         assert self.result is not None
         return self.client_state if self.result.payload is None else self.result.payload.client_state
 
 
 class TaskRunner:
-    """A runner that trains submitted tasks on demand in this process, or ahead of time on an executor.
+    """A runner that trains submitted tasks, either on demand in this process or in advance on an executor.
 
-    The results are bit-identical in both cases. A client's tasks run one after the other. Each task starts with the
-    client state after the previous task. At the end of a `with` block, the runner cancels the pending tasks of the
-    executor.
+    The results are bit-identical in both cases. The tasks of one client run one after another, because each task starts
+    with the client state that the previous task returned. At the end of a `with` block, the runner cancels the tasks
+    that are still pending on the executor.
 
     Args:
         federation: the federated data set, with minibatches and seeds.
@@ -146,7 +147,10 @@ class TaskRunner:
         return outcome.payload
 
     def cancel(self, task_ids: Iterable[TaskId]) -> None:
-        """Cancel tasks. Their clients continue from the client state of their last completed task."""
+        """Cancel the given tasks.
+
+        The next task of a client then starts with the state that the client's last completed task returned.
+        """
         for task in [self._tasks[key] for key in task_ids if key in self._tasks]:
             line = self._client_queues[task.task_id.client]
             for later in line[line.index(task) :]:

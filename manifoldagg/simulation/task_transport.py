@@ -1,4 +1,4 @@
-"""Serialization of client tasks for executors, and of the results of the tasks."""
+"""Serialization of client tasks and their results for executors."""
 
 import io
 import os
@@ -32,11 +32,11 @@ _SHARE_LOCK = threading.Lock()
 
 
 class Packed:
-    """A value for another process, whose tensors are packed in one block of memory.
+    """A value to send to another process. Its tensors are copied into one block of memory.
 
-    `multiprocessing` sends a large block through torch's shared memory. Any other pickler sends bytes. The block is a
-    copy of the tensors. Without the copy, torch would move the original tensors to shared memory, where the receiver
-    could change them. One block needs one file descriptor for any number of tensors.
+    `multiprocessing` transfers a large block through shared memory, and other picklers transfer its bytes. Because the
+    block is a copy, the receiver cannot change the original tensors. In addition, one block needs only one file
+    descriptor, even if it contains many tensors.
 
     Args:
         value: any value that can be pickled.
@@ -164,7 +164,7 @@ class _Environment(NamedTuple):
 
 
 class RunContext:
-    """The data that all tasks of a run share. A process receives and unpickles it once."""
+    """The data that all tasks of a run share. Each process receives and unpickles them once."""
 
     def __init__(self, federation: FederatedDataset, trainer: Trainer) -> None:
         self.federation = federation
@@ -187,7 +187,10 @@ class RunContext:
 
 
 class TaskEnvelope:
-    """A task for an executor. The task is pickled without the context of its run. A process requests the context."""
+    """A client task that is sent to an executor.
+
+    The pickled task excludes the data that all tasks of the run share. A process that lacks these data requests them.
+    """
 
     def __init__(
         self,
@@ -212,7 +215,10 @@ class TaskEnvelope:
 
 
 class ReceivedEnvelope:
-    """A task in the receiving process. `context` is `None` if the process has received the context before."""
+    """A client task that a worker process has received.
+
+    `context` contains the data that all tasks of the run share. It is `None` if the sender omitted them.
+    """
 
     def __init__(self, key: bytes, context: Packed | None, parts: Packed) -> None:
         self._key = key
@@ -251,9 +257,9 @@ _CONTEXTS = _ContextCache()
 
 
 class TaskResult:
-    """The result of a task: a payload, an exception, or the request for the context of the run.
+    """The result of a client task: a payload, an exception, or a request for the shared data of the run.
 
-    `gradients` counts the computed gradients, including those before an exception.
+    `gradients` is the number of gradients that the task computed, including those before an exception.
     """
 
     def __init__(self, payload: Payload | None = None, error: Exception | None = None, *, gradients: int = 0) -> None:
@@ -287,7 +293,7 @@ def _rebuild_result(packed: Packed, trace: str) -> TaskResult:
 
 
 def execute(envelope: TaskEnvelope | ReceivedEnvelope) -> TaskResult:
-    """Run the task of an envelope and return exceptions of the training as results."""
+    """Run the task of an envelope. If the task raises an exception, the result contains it."""
     try:
         task = envelope.open_task()
     except Exception as error:
@@ -303,7 +309,10 @@ def execute_scattered(key: bytes, context: Packed, parts: Packed) -> TaskResult:
 
 
 def execute_local(task: ClientTask) -> TaskResult:
-    """Run a task in this process, count its gradients, and return exceptions of its training as results."""
+    """Run a client task in this process and count its gradients.
+
+    If the training raises an exception, the result contains this exception.
+    """
     criterion = GradientCounter(task.federation.dataset.criterion)
     try:
         payload = run_task(task, criterion)

@@ -22,15 +22,15 @@ C = TypeVar("C", bound=int | str)
 
 @dataclass(frozen=True)
 class TaskRecord(Generic[C]):
-    """The record of one task from dispatch to completion, in virtual seconds.
+    """The record of one client task in a trace. All times are in virtual seconds.
 
     Attributes:
-        client: the client, an int or a str.
-        work: the work of the task in units.
-        dispatched: the time of the dispatch.
-        started: the start time, at least `dispatched`.
-        finished: the time of the completion, at least `started`.
-        staleness: the staleness in versions.
+        client: the client that ran the task, an int or a str.
+        work: the work of the task, in units.
+        dispatched: the time at which the task was dispatched.
+        started: the time at which the client started the task, at least `dispatched`.
+        finished: the time at which the client finished the task, at least `started`.
+        staleness: the staleness of the update, in model versions.
 
     Raises:
         ArgumentError: if a field is invalid. The message names it.
@@ -56,7 +56,7 @@ class TaskRecord(Generic[C]):
 
     @staticmethod
     def from_completion(completion: Completion, staleness: int | None = None) -> "TaskRecord[Any]":
-        """Convert a completion of a scheduler. The default `staleness` is its relative delay."""
+        """Convert a completion to a record. The default `staleness` is its relative delay."""
         late = completion.relative_delay if staleness is None else staleness
         return TaskRecord(
             completion.client, completion.work, completion.dispatched, completion.started, completion.time, late
@@ -117,7 +117,11 @@ def read_trace(path: Path | str) -> list[TaskRecord[Any]]:
 
 
 def check_records(records: Iterable[TaskRecord[C]]) -> list[TaskRecord[C]]:
-    """Return `records` as a list, or raise an `ArgumentError` with the first element that is not a task record."""
+    """Return `records` as a list.
+
+    Raises:
+        ArgumentError: if an element is not a `TaskRecord`. The message contains the first such element.
+    """
     records = list(records)
     for i, record in enumerate(records):
         if not isinstance(record, TaskRecord):
@@ -126,12 +130,12 @@ def check_records(records: Iterable[TaskRecord[C]]) -> list[TaskRecord[C]]:
 
 
 class ReplayScheduler(Scheduler[C]):
-    """Scheduler that replays a recorded trace.
+    """A scheduler that replays a recorded trace of tasks.
 
-    Each `dispatch` of a client represents the next recorded task of this client. The task finishes at the recorded
-    time, for any `work`. Several methods can therefore use the same order of events, and a measured run can be repeated
-    with another rule. A task that is not in the trace never finishes. An example is a task that was in flight at the
-    end of the trace.
+    Each call of `dispatch` schedules the next recorded task of the given client. The task finishes at its recorded
+    time, whatever its `work`. Several methods can therefore run with the same order of events, and a measured run can
+    be repeated with another rule. Tasks that are not in the trace never finish, for example tasks that were still in
+    flight when the recording ended.
 
     Args:
         records: the records in order of `finished`.
