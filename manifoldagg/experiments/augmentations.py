@@ -1,6 +1,7 @@
-"""Augmentations of the minibatches of local training.
+"""Data augmentations for the minibatches of local training.
 
-An augmentation is a function of the inputs, the labels and a generator. It is the field `augment` of a data set.
+An augmentation is a function of the inputs, the labels and a random generator. To use it, set it as the field `augment`
+of a data set.
 """
 
 import torch
@@ -16,10 +17,10 @@ __all__ = ["cropflip"]
 def cropflip(
     inputs: Tensor, labels: Tensor, generator: torch.Generator, *, padding: int = 4, flip: float = 0.5
 ) -> tuple[Tensor, Tensor]:
-    """Shift and mirror each image at random, as is common for CIFAR-10 and CIFAR-100.
+    """Crop and mirror images at random, as is common for CIFAR-10 and CIFAR-100.
 
-    Each image is padded with zeros and cropped to its original size at a random place. It is then mirrored left to
-    right with the probability `flip`.
+    Each image is padded with zeros on all sides, and then cropped to its original size at a random position. With the
+    probability `flip`, the image is also mirrored left to right.
 
     Args:
         inputs: the images (samples, channels, height, width).

@@ -56,12 +56,14 @@ the runs."""
 
 @dataclass(frozen=True)
 class CombinedReport:
-    """The runs of several reports.
+    """The combined runs of several reports.
+
+    A problem is a data set with the settings that define the learning task, such as the partition over clients.
 
     Attributes:
-        runs: the runs by problem, method and seed.
+        runs: the runs, by problem, method and seed.
         targets: the target accuracy of each problem.
-        notes: the differences between reports of the same problem. Each note is a sentence about one setting. Methods
+        notes: the settings that differ between reports of the same problem, with one sentence for each setting. Methods
             and seeds may differ without a note.
     """
 
@@ -76,15 +78,15 @@ class CombinedReport:
         )
 
     def run_frame(self) -> pd.DataFrame:
-        """Return a row for each run.
+        """Return a data frame with a row for each run.
 
         The columns include:
 
-        - `final`: the accuracy at the end.
-        - `at_updates`, `at_time`, ...: for each cost axis, the accuracy at the `budget` of the problem.
-        - `updates_to_target` and `time_to_target`: the cost up to the target accuracy, or NaN if the run did not reach
-          it.
-        - `spent_updates`, `spent_time`, ...: for each cost axis, the total cost of the run.
+        - `final`: the accuracy at the end of the run.
+        - `at_updates`, `at_time`, ...: the accuracy within the `budget` of the problem on each cost axis.
+        - `updates_to_target` and `time_to_target`: the cost at which the run reaches the target accuracy, or NaN if the
+          run does not reach it.
+        - `spent_updates`, `spent_time`, ...: the total cost of the run on each cost axis.
         """
         return pd.DataFrame(
             {"problem": problem, "method": method, "seed": seed} | self._run_row(problem, run)
@@ -112,10 +114,10 @@ class CombinedReport:
         }
 
     def frame(self) -> pd.DataFrame:
-        """Return a row for each problem and method.
+        """Return a data frame with a row for each problem and method. The results are means over the runs.
 
-        Columns such as `final_low` and `final_high` contain the ends of the 95 % interval of each mean. The means of
-        `updates_to_target` and `time_to_target` are over the `num_reached` runs that reached the target.
+        Columns such as `final_low` and `final_high` contain the ends of the 95 % interval of a mean. The means of
+        `updates_to_target` and `time_to_target` include only the `num_reached` runs that reached the target.
         """
         rows = []
         for (problem, method), runs in self.run_frame().groupby(["problem", "method"], sort=False):
@@ -127,13 +129,16 @@ class CombinedReport:
         return pd.DataFrame(rows)
 
     def tests(self, axis: str) -> pd.DataFrame:
-        """Test every pair of methods with `statistics.compare_pairs`, on the accuracies at equal cost on an axis."""
+        """Test every pair of methods with `statistics.compare_pairs`.
+
+        The tests compare accuracies at equal cost on the given cost axis.
+        """
         return compare_pairs(self._scores(axis))
 
     def one_sided_tests(self, method: str, axis: str) -> pd.DataFrame:
-        """Test whether a method is better than each other method, with `statistics.compare_with`.
+        """Test with `statistics.compare_with` whether `method` is better than each other method.
 
-        The tests compare the accuracies at equal cost on an axis.
+        The tests compare accuracies at equal cost on the given cost axis.
 
         Raises:
             ArgumentError: if the report does not contain the method, or the axis is unknown.
@@ -142,9 +147,10 @@ class CombinedReport:
         return compare_with(self._scores(axis), method)
 
     def relative_times(self, baseline: str = "FedAvg") -> pd.DataFrame:
-        """Return the time to 95 % of the worst final accuracy, relative to a baseline.
+        """Return the time that each method needs to reach a common target accuracy, relative to a baseline.
 
-        `relative_time.relative_times` describes the columns, and the treatment of runs that do not reach the target.
+        The target of a problem is 95 % of the lowest final accuracy of all methods. `relative_time.relative_times`
+        describes the columns, and the treatment of runs that do not reach the target.
 
         Raises:
             ArgumentError: if no problem contains the baseline.
@@ -159,11 +165,11 @@ class CombinedReport:
         return scores[list(dict.fromkeys(runs["method"]))]
 
     def differences(self, baseline: str) -> pd.DataFrame:
-        """Return the mean difference in accuracy between every method and `baseline` on each problem, paired by seed.
+        """Return the mean difference in accuracy between each method and the baseline on each problem.
 
-        For each column such as `at_updates`, two further columns contain the ends of its 95 % interval. The accuracies
-        are compared at the largest cost that all common runs of the two methods reached. Runs of other methods do not
-        affect this cost.
+        The runs of both methods are paired by seed. Their accuracies are compared at the largest cost that all paired
+        runs reach, so runs of other methods do not affect the result. For each column such as `at_updates`, two further
+        columns contain the ends of its 95 % interval.
 
         Raises:
             ArgumentError: if no problem contains the method, or no other method has a problem and a seed in common.
@@ -192,7 +198,7 @@ class CombinedReport:
         return pd.DataFrame(rows)
 
     def table(self, problem: str) -> pd.DataFrame:
-        """Return the rows of a problem as text for reports."""
+        """Return the results on a problem as a table of text for reports."""
         frame = self.frame()
         frame = frame[frame["problem"] == problem]
         at = {f"at {_format_amount(axis, self.budget(problem, axis))}, %": f"at_{axis}" for axis in BUDGET_AXES}
@@ -230,10 +236,10 @@ class CombinedReport:
 
 
 def load_reports(folders: Iterable[Path | str]) -> CombinedReport:
-    """Read the reports of `manifoldagg compare` in these folders, and combine their runs.
+    """Read several reports of `manifoldagg compare` and combine their runs.
 
-    Reports of one problem may have different methods and seeds. If they differ in other settings, such as the number of
-    updates, the result contains a note.
+    Reports of the same problem may contain different methods and seeds. If they differ in another setting, such as the
+    number of updates, the field `notes` of the result describes the difference.
 
     Raises:
         ArgumentError: if a folder is not a report (the message describes the fault), or if two reports contain a run of
@@ -252,11 +258,16 @@ def write_combined_report(
     baseline: str | None = None,
     proposed: str | None = None,
 ) -> list[Path]:
-    """Write the tables as Markdown, LaTeX and CSV, and plots of accuracy and of clients for each problem.
+    """Write the tables and the plots of a combined report to a folder.
 
-    `report.md` and `report.tex` contain the tables as text. `table.csv` contains `CombinedReport.frame`, `pairs.csv`
-    contains `CombinedReport.tests`, and `baseline.csv` contains `CombinedReport.differences`. `relative_time.csv`
-    contains `CombinedReport.relative_times`, and `one_sided.csv` contains `CombinedReport.one_sided_tests`.
+    - `report.md` contains all tables in Markdown. `report.tex` contains the table of each problem in LaTeX.
+    - `table.csv` contains `CombinedReport.frame`.
+    - `pairs.csv` contains `CombinedReport.tests`.
+    - `baseline.csv` contains `CombinedReport.differences`, if `baseline` is given.
+    - `relative_time.csv` contains `CombinedReport.relative_times`.
+    - `one_sided.csv` contains `CombinedReport.one_sided_tests`, if `proposed` is given.
+    - For each problem, one plot shows the accuracy of each method, and another plot shows the accuracies of the
+      clients.
 
     Args:
         combined: the combined report.
@@ -329,7 +340,7 @@ def _intervals(columns: dict[str, pd.Series]) -> dict[str, object]:
 
 
 def _format(frame: pd.DataFrame, name: str, value: str, width: str = "", *, scale: float = 1.0) -> list[str]:
-    """Format the means of a column with half the lengths of their intervals. Missing means are empty strings."""
+    """Format means with half the width of their intervals. A missing mean is empty."""
     cells = []
     for mean, high in zip(frame[name] * scale, frame[f"{name}_high"].astype(float) * scale, strict=True):
         interval = "" if np.isnan(high) else f" ± {high - mean:{width or value.removeprefix('+')}}"
@@ -367,7 +378,7 @@ def _markdown(combined: CombinedReport, frames: Mapping[str, pd.DataFrame | None
 
 
 def _time_section(times: pd.DataFrame) -> list[str]:
-    """Format the relative times of one problem. Censored runs and lower bounds have their own columns."""
+    """Format the relative times of one problem as a note and a table."""
     bound = [
         f"> {one.relative_time_bound:.3g}" if one.num_pairs + one.num_unpaired < one.seeds else ""
         for one in times.itertuples()

@@ -1,4 +1,4 @@
-"""Comparison of methods with equal data, equal initial models and the same order of events for each seed."""
+"""Comparison of methods with the same data, initial model and order of events for each seed."""
 
 import statistics
 import warnings
@@ -43,17 +43,18 @@ from manifoldagg.simulation.trace import TaskRecord
 
 __all__ = ["Comparison", "compare"]
 LANDSCAPE_AFTER = 0.5
-"""The fraction of the updates after which the first curve that arrives is used for the plane."""
+"""The fraction of a run's updates after which the next learned curve is stored for the plot of its plane."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The results of `compare`.
+    """The results of a comparison of several methods.
 
     Attributes:
         settings: all settings that determine the results.
         runs: the runs of each method, one for each seed.
-        landscape: the loss over the planes of a curve, for the first method that learns curves. Otherwise, `None`.
+        landscape: the loss on the plane of one curve, from the first method that learns curves. It is `None` if no
+            method learns curves.
     """
 
     settings: dict[str, Any]
@@ -78,7 +79,7 @@ class Comparison:
         return DataFrame.from_dict(self.summary(), orient="index").rename_axis("method")
 
     def summary(self) -> dict[str, dict[str, float | int | None]]:
-        """Return a table row for each method, with means and sample standard deviations over the seeds."""
+        """Return a row for each method, with means and sample standard deviations over the seeds."""
         averaged = "averaging" in self.settings
         return {
             name: _summarise(runs, self.settings["target"]) | (_summarise_average(runs) if averaged else {})
@@ -86,7 +87,10 @@ class Comparison:
         }
 
     def results(self) -> dict[str, object]:
-        """Return all results except the log as JSON values. Equal settings give bit-identical results."""
+        """Return the settings and the results of all runs as JSON values, but without the evaluation log.
+
+        Equal settings give bit-identical results.
+        """
         methods = {
             name: {"summary": summary, "runs": list(map(_run_to_dict, self.runs[name]))}
             for name, summary in self.summary().items()
@@ -94,7 +98,10 @@ class Comparison:
         return {"settings": self.settings, "methods": methods}
 
     def log(self) -> list[dict[str, object]]:
-        """Return a row for each evaluation with its method and seed. Equal settings give bit-identical rows."""
+        """Return a row for each evaluation, with the method and the seed of its run.
+
+        Equal settings give bit-identical rows.
+        """
         return [
             {"method": name, "seed": seed} | row.asdict()
             for name, runs in self.runs.items()
@@ -140,10 +147,10 @@ def compare(
     resume: bool = False,
     duration: float | None = None,
 ) -> Comparison:
-    """Run every method on the federated data set of every seed.
+    """Run several methods on the same federated data sets, one data set for each seed.
 
-    The runs use one torch thread, so that equal settings give bit-identical results. Partitions, schedulers, delays and
-    availability may be names, as on the command line.
+    All runs use a single torch thread, so equal settings give bit-identical results. The partition, the scheduler, the
+    delays and the availability may be given by name, as on the command line.
 
     Args:
         dataset: the data set.
@@ -284,7 +291,7 @@ def compare(
 
 
 class _Runner:
-    """Runner of a comparison. If there is a folder, it stores the results and the curves of the runs."""
+    """A runner that executes the runs of a comparison, or loads those that have finished."""
 
     def __init__(
         self,
@@ -362,7 +369,7 @@ def _check_methods(methods: Any) -> None:
 
 
 def _given(**settings: Any) -> dict[str, Any]:
-    """Return the settings that are not `None`, so that an unused setting does not change the stored settings."""
+    """Return the settings that are not `None`, because stored settings omit unused ones."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -380,7 +387,7 @@ def _check_startable(
     buffer: int | None,
     refill: int | None,
 ) -> None:
-    """Check that a run can start: the method fits the clients, and its trainer accepts the server's message."""
+    """Check that a run of the method can start on the federated data set."""
     clients = federation.trainable_clients
     with error_context(f"methods: {method.name}"):
         rule: Any = method.bind(clients, buffer).rule
@@ -397,7 +404,7 @@ def _check_startable(
 
 
 def _run_to_dict(run_: RunResult) -> dict[str, object]:
-    """Convert a run to JSON values. Each column of the trace and of the evaluations of start models is a list."""
+    """Convert a run to JSON values. Each column of a table becomes a list."""
     return {
         "trace": _columns(TaskRecord, run_.trace),
         **_given(starts=_columns(StartEvaluation, run_.starts) if run_.starts else None),
@@ -437,16 +444,16 @@ def _summarise(runs: Sequence[RunResult], target: float) -> dict[str, float | in
 
 
 def _summarise_metrics(last: Sequence[Evaluation]) -> dict[str, float | int | None]:
-    """Return means and deviations of the metrics after the primary metric, at the end of the runs."""
+    """Return the mean and the deviation of each metric except for the primary metric."""
     columns = {name: [(row.metrics or {})[name] for row in last] for name in list(last[0].metrics or ())[1:]}
     means = {f"{name}_mean": statistics.fmean(values) for name, values in columns.items()}
     return means | {f"{name}_sd": _standard_deviation(values) for name, values in columns.items()}
 
 
 def _summarise_average(runs: Sequence[RunResult]) -> dict[str, float | int | None]:
-    """Return means over runs: the final accuracy and loss of the average, and the final loss of the model.
+    """Return the mean final accuracy and loss of the weight average, and the mean final loss of the model.
 
-    A mean excludes the runs that do not have the value.
+    The means are over the runs, and each mean excludes the runs without the value.
     """
     last = [run_.evaluations[-1] for run_ in runs]
     accuracy = [row.average_accuracy for row in last if row.average_accuracy is not None]

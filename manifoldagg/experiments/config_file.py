@@ -25,19 +25,24 @@ class Option(Protocol):
 
 
 def options_by_name(options: Collection[Any], exclude: Collection[str] = ()) -> dict[str, Option]:
-    """Return the options of a command, except those in `exclude`, by their long names without leading dashes."""
+    """Return the options of a command by name, except for the options in `exclude`.
+
+    The name of an option is its long form without the leading dashes.
+    """
     found = {option.opts[0].removeprefix("--"): option for option in options if option.opts[0].startswith("--")}
     return {name: option for name, option in found.items() if name not in exclude}
 
 
 def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return the command line of each table in a file, by the table's name and in the order of the file.
+    """Convert each table of a TOML file to the arguments of a command line.
 
-    - A table contains options of the command by their long names.
+    The result maps the name of each table to its arguments, in the order of the file. The tables have this format:
+
+    - A key is the long name of an option, and its value has the type of this option.
     - The table `[defaults]` contains options that all comparisons share.
-    - The type of a value is the type of the option.
     - A list of strings is joined by commas.
-    - A repeatable option has one value or a list of values. `{fedasync = 0.5}` means `fedasync=0.5`.
+    - A repeatable option accepts one value, a list of values or a table. For example, the table `{fedasync = 0.5}`
+      stands for `fedasync=0.5`.
 
     Args:
         path: the path of the file.
@@ -87,7 +92,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _to_arguments(where: str, key: str, option: Option, value: Any) -> list[str]:
-    """Return a key and its value as arguments of the command line, which checks the values of numbers."""
+    """Convert a key of a table and its value to arguments of the command line."""
     where = f"{where}: {key}"
     if option.type.name == "boolean":
         if not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Registry of data sets with suitable models. Data are read from local files and never downloaded."""
+"""Registry of data sets, each with a suitable model. Data are read from local files and never downloaded."""
 
 import json
 import pickle
@@ -110,7 +110,10 @@ def load_dataset(
 
 
 class _ModelOfDataset:
-    """A model factory that cannot be pickled. Another process loads the data set again to obtain it."""
+    """A picklable wrapper around a model factory that cannot be pickled itself.
+
+    When another process unpickles the wrapper, it loads the data set again to obtain the factory.
+    """
 
     def __init__(self, source: str | Callable[[], LabelledDataset], model: Callable[[], nn.Module]) -> None:
         self._source = source
@@ -130,9 +133,9 @@ def _load_model(source: str | Callable[[], LabelledDataset]) -> Callable[[], nn.
 
 
 def digits() -> LabelledDataset:
-    """Load the handwritten digits of scikit-learn (UCI, 8 x 8 grey pixels in [0, 1]).
+    """Load the handwritten digits of scikit-learn, with a small convolutional network as the model.
 
-    The model is a small convolutional network.
+    The inputs are grey images of 8 x 8 pixels in [0, 1] from the UCI repository.
     """
     try:
         from sklearn.datasets import load_digits
@@ -144,9 +147,9 @@ def digits() -> LabelledDataset:
 
 
 def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
-    """Load images and labels in the IDX format, such as MNIST, Fashion-MNIST or KMNIST.
+    """Load images and labels from files in the IDX format, such as MNIST, Fashion-MNIST or KMNIST.
 
-    The model is a convolutional network.
+    The model of the data set is a convolutional network.
 
     Args:
         folder: the folder of the files, as for [`read_images`][manifoldagg.experiments.read_images]. The data set has
@@ -166,7 +169,7 @@ def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
 def fashion_mnist(folder: Path | str = FASHION_MNIST_FOLDER, part: str | None = None) -> LabelledDataset:
     """Load Fashion-MNIST from the files of the Debian package `dataset-fashion-mnist`.
 
-    The model is a convolutional network.
+    The model of the data set is a convolutional network.
 
     Args:
         folder: the folder of the files.
@@ -184,9 +187,10 @@ def fashion_mnist(folder: Path | str = FASHION_MNIST_FOLDER, part: str | None = 
 
 
 def leaf(folder: Path | str, users: str = "user") -> LabelledDataset:
-    """Load a LEAF data set with its users.
+    """Load a data set of the LEAF benchmark, in which each sample belongs to a user.
 
-    The model is a convolutional network for images (FEMNIST), or a recurrent network for text (Shakespeare).
+    The model is a convolutional network for images (FEMNIST) and a recurrent network for text (Shakespeare). For other
+    inputs, it is a multilayer perceptron.
 
     Args:
         folder: a folder with JSON files, or with two folders `train` and `test` that contain JSON files. `test` is the
@@ -303,7 +307,7 @@ def _from_arrays(
 
 
 def _leaf_users(place: Path, users: str) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Yield the owner and the samples of each user in the JSON files of a folder. The files are sorted by name."""
+    """Yield the owner, the inputs and the labels of each user in the JSON files of a folder."""
     files = sorted(place.glob("*.json"))
     if not files:
         raise ArgumentError(f"folder: {place}: expected JSON files, got a folder without JSON files")

@@ -1,4 +1,4 @@
-"""Default learning rates of named methods, scaled to the number of clients and the concurrency."""
+"""Default global learning rates of named methods, which are scaled to the number of clients and the concurrency."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -81,7 +81,7 @@ def methods_with_scaled_rates(
 
 
 def _scale_rate(method: Method, clients: int, concurrency: int, buffer: int | None) -> tuple[float, float] | None:
-    """Return the default rate and the scaled rate of a method, or `None` if no scaling applies to its kind of rate."""
+    """Return the default rate and the scaled rate, or `None` if the rate is not scaled."""
     rule: Any = method.bind(range(clients)).rule
     rate = find_rate(rule, method.rate_field)
     while hasattr(rule, "rule"):

@@ -1,4 +1,4 @@
-"""The loss over the plane of a learned curve, on one client's data and on the held-out data."""
+"""The loss on the plane of a learned curve, for one client's data and for held-out data."""
 
 from dataclasses import dataclass
 
@@ -21,13 +21,13 @@ MAX_LANDSCAPE_LABELS = 8_000
 
 @dataclass(frozen=True)
 class Landscape:
-    """The loss on the plane through the control points of a learned curve.
+    """The loss on the plane through the control points of a curve that a client learned.
 
     Attributes:
         method: the name of the method.
-        update_index: the index of the update.
+        update_index: the index of the update that contains the curve.
         client: the client that learned the curve.
-        local: the loss on the client's own data.
+        local: the loss on the training data of this client.
         held_out: the loss on the held-out data of all clients.
     """
 

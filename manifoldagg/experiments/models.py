@@ -1,7 +1,7 @@
 """Models for data sets: a perceptron, convolutional networks, a recurrent network and transformers.
 
-`mlp`, `cnn` and `gru` are the default models of data sets. The papers have these models: `lenet5` (OrthoFL, Report),
-`cnn7x7` and `blockcnn` (Queue), and `gpt` (Manifold).
+`mlp`, `cnn` and `gru` are the default models of data sets. Four models reproduce those of papers: `lenet5` (OrthoFL and
+Report), `cnn7x7` and `blockcnn` (Queue), and `gpt` (Manifold).
 """
 
 import math
@@ -38,9 +38,10 @@ def mlp(signature: Signature, *, hidden: int = 64) -> nn.Module:
 
 
 def cnn(signature: Signature, *, width: int = 16, dense: int = 64, norm: str = "none") -> nn.Module:
-    """Build a convolutional network with two convolutions and two dense layers (Manifold, Figure 5).
+    """Build a convolutional network with two convolutions and two dense layers.
 
-    Each 3 x 3 convolution is followed by ReLU and pooling by 2.
+    Each convolution has a 3 x 3 kernel, and is followed by ReLU and 2 x 2 max pooling. The paper Manifold uses such a
+    network (Figure 5).
 
     Args:
         signature: the signature of a data set of images (channels, height, width) of at least 4 x 4 pixels.
@@ -69,15 +70,15 @@ def cnn(signature: Signature, *, width: int = 16, dense: int = 64, norm: str = "
 
 
 def lenet5(signature: Signature, *, padding: int = 0, activation: str = "relu") -> nn.Module:
-    """Build LeNet-5 with two 5 x 5 convolutions and three dense layers (OrthoFL, Table 3; Report §3).
+    """Build LeNet-5 with two 5 x 5 convolutions and three dense layers.
 
-    The convolutions have 6 and 16 channels. Each is followed by the activation and by max pooling of 2 x 2 pixels. The
-    dense layers have 120, 84 and `classes` units.
+    The convolutions have 6 and 16 channels. Each one is followed by the activation and 2 x 2 max pooling. The dense
+    layers have 120, 84 and `classes` units.
 
-    On images of 28 x 28 pixels with 10 classes, the model has 44,426 parameters, which are the 44 thousand of OrthoFL.
-    With `padding=2`, the model has the 61,706 parameters of the original model, whose images have 32 x 32 pixels.
-    OrthoFL and Report do not state the activation and the pooling. The original model has scaled tanh activations,
-    trainable average pooling and a sparse second convolution.
+    The papers OrthoFL (Table 3) and Report (§3) use this model, but do not state the activation and the pooling. On
+    images of 28 x 28 pixels with 10 classes, it has 44,426 parameters. OrthoFL states 44 thousand parameters. With
+    `padding=2`, it has 61,706 parameters, as many as the original LeNet-5 for images of 32 x 32 pixels. The original
+    has scaled tanh activations, trainable average pooling and a sparse second convolution.
 
     Args:
         signature: the signature of a data set of images (channels, height, width) of at least 16 x 16 pixels.
@@ -102,11 +103,12 @@ def lenet5(signature: Signature, *, padding: int = 0, activation: str = "relu") 
 
 
 def cnn7x7(signature: Signature) -> nn.Module:
-    """Build the convolutional network of Queue for Fashion-MNIST and KMNIST (Queue, Section G.1).
+    """Build the convolutional network of the paper Queue for Fashion-MNIST and KMNIST (Section G.1).
 
-    Two 7 x 7 convolutions without padding have 20 and 40 channels. Each is followed by ReLU. Max pooling of 2 x 2
-    pixels and one dense layer follow. The paper's softmax is a part of the cross-entropy. On images of 28 x 28 pixels
-    with 10 classes, the model has 65,850 parameters. The paper states neither this number nor the padding.
+    Two 7 x 7 convolutions without padding have 20 and 40 channels, and each is followed by ReLU. After them come 2 x 2
+    max pooling and one dense layer. The model has no softmax layer, because the cross-entropy loss contains the
+    softmax. On images of 28 x 28 pixels with 10 classes, the model has 65,850 parameters. The paper states neither the
+    number of parameters nor the padding.
 
     Args:
         signature: the signature of a data set of images (channels, height, width) of at least 14 x 14 pixels.
@@ -125,14 +127,14 @@ def cnn7x7(signature: Signature) -> nn.Module:
 
 
 def blockcnn(signature: Signature, *, groups: int = 8, dropout: float = 0.25) -> nn.Module:
-    """Build the convolutional network of Queue for CIFAR-10 and CIFAR-100 (Queue, Section G.1).
+    """Build the convolutional network of the paper Queue for CIFAR-10 and CIFAR-100 (Section G.1).
 
-    Three blocks have two 3 x 3 convolutions of 32, 64 and 128 channels. Each convolution is followed by ReLU and group
-    normalisation. Each block ends with max pooling of 2 x 2 pixels and dropout. A dense layer of 128 units with ReLU,
-    dropout and the final dense layer follow.
+    The network has three blocks with 32, 64 and 128 channels. Each block contains two 3 x 3 convolutions, each followed
+    by ReLU and group normalisation. Each block ends with 2 x 2 max pooling and dropout. After the blocks come a dense
+    layer of 128 units with ReLU, dropout and the final dense layer.
 
     On images of 3 x 32 x 32 pixels with 10 classes, the model has 551,466 parameters. The paper does not state this
-    number, the padding (here 1), the number of groups (here 8) and whether ReLU follows the first dense layer.
+    number, the padding (here 1), the number of groups (by default 8), or whether ReLU follows the first dense layer.
 
     Args:
         signature: the signature of a data set of images (channels, height, width) of at least 8 x 8 pixels.
@@ -160,7 +162,7 @@ def blockcnn(signature: Signature, *, groups: int = 8, dropout: float = 0.25) ->
 
 
 def gru(signature: Signature, *, embedding: int = 16, hidden: int = 64, layers: int = 1) -> nn.Module:
-    """Build a recurrent network with an embedding, gated recurrent units (GRU) and a linear layer.
+    """Build a recurrent network: an embedding, gated recurrent units (GRU) and a linear layer.
 
     Args:
         signature: the signature of a data set of tokens.
@@ -227,9 +229,10 @@ def gpt(signature: Signature, *, width: int = 128, heads: int = 8, layers: int =
 
 
 class _Classifier(nn.Module):
-    """Linear layer that maps features (samples, length, width) to scores.
+    """A linear layer that computes class scores from features (samples, length, width).
 
-    The scores are (samples, classes, length), or (samples, classes) if a sequence has one label.
+    If each token has a label, the scores have the shape (samples, classes, length). Otherwise, they are computed from
+    the last token of each sequence and have the shape (samples, classes).
     """
 
     def __init__(self, signature: Signature, width: int) -> None:
@@ -346,7 +349,7 @@ def _check_transformer(signature: Signature, width: int, heads: int, layers: int
 
 
 def _check_images(signature: Signature, pixels: int) -> tuple[int, int, int]:
-    """Return the channels, the height and the width of the images, which are at least `pixels` high and wide."""
+    """Check the minimum size of images, and return their channels, height and width."""
     _check_numbers(signature)
     if len(signature.shape) != 3 or min(signature.shape[1:]) < pixels:
         raise ArgumentError(

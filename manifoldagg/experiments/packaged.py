@@ -1,4 +1,4 @@
-"""Data sets that other Python packages contain as files."""
+"""Data sets that are included as files in other Python packages."""
 
 import importlib.util
 from functools import partial
@@ -23,11 +23,12 @@ YEAST_LABELS = 14
 
 
 def watch(users: str = "subject", length: int = 100) -> LabelledDataset:
-    """Load the exercises of the shoulder that smartwatches recorded, from the package seglearn.
+    """Load shoulder exercises that were recorded with smartwatches, from the package seglearn.
 
-    The inputs are windows (6, length) of an accelerometer (three axes, in g) and a gyroscope (three axes, in rad/s),
-    sampled at 50 Hz. Windows do not overlap, and incomplete windows are omitted. The labels are seven exercises. With
-    windows of 100 samples (2 s), there are 2,369 windows. The model is a multilayer perceptron.
+    The inputs are windows (6, length) of sensor data. They contain three axes of an accelerometer in g and three axes
+    of a gyroscope in rad/s, sampled at 50 Hz. Windows do not overlap, and incomplete windows are omitted. The label of
+    a window is one of seven exercises. With windows of 100 samples (2 s), the data set has 2,369 windows. Its model is
+    a multilayer perceptron.
 
     Args:
         users: the users of the natural partition. `"subject"` gives one user per person (10 users). `"wrist"` gives one
@@ -63,14 +64,15 @@ def watch(users: str = "subject", length: int = 100) -> LabelledDataset:
 
 
 def japanese_vowels(path: Path | str = "") -> LabelledDataset:
-    """Load the utterances of the Japanese vowels /ae/ of nine speakers (UCI, Japanese Vowels).
+    """Load utterances of the Japanese vowels /ae/ by nine speakers (UCI, Japanese Vowels).
 
-    The inputs are series (12, 29) of 12 coefficients of linear prediction (LPC cepstrum). The 640 series have 7 to 29
-    time steps. Shorter series are padded with zeros. There are 270 training series and 370 test series. The model is a
-    multilayer perceptron.
+    The inputs are time series (12, 29) of 12 coefficients of linear prediction (LPC cepstrum). The 640 series have 7 to
+    29 time steps, and shorter series are padded with zeros. There are 270 training series and 370 test series. The
+    model is a multilayer perceptron.
 
-    The labels are the speakers, and the users are the speakers too. In a natural partition, each client therefore has
-    one label, like a telephone that learns to recognise its owner. A Dirichlet partition mixes the speakers.
+    The label of a series is its speaker, and the speakers are also the users. In a natural partition, each client
+    therefore has a single label, like a telephone that learns to recognise its owner. A Dirichlet partition mixes the
+    speakers.
 
     Args:
         path: the folder of `JapaneseVowels_TRAIN.ts` and `JapaneseVowels_TEST.ts`. The default is their folder in the
@@ -102,11 +104,11 @@ def japanese_vowels(path: Path | str = "") -> LabelledDataset:
 
 
 def yeast(path: Path | str = "") -> LabelledDataset:
-    """Load the functions of yeast genes, a data set with several labels per sample, from the package river.
+    """Load the functional groups of yeast genes from the package river. A gene can have several labels.
 
-    There are 2,417 genes. The inputs (103,) are expression levels and phylogenetic profiles. The labels (14,) are the
-    functional groups of a gene, 4.2 on average. The criterion is the binary cross-entropy, and the metrics are the
-    macro averages of AUROC and AUPRC. The model is a multilayer perceptron.
+    The data set has 2,417 genes. The inputs (103,) are expression levels and phylogenetic profiles. The labels (14,)
+    are the functional groups of a gene. On average, a gene has 4.2 labels. The loss function is the binary
+    cross-entropy, and the metrics are the macro averages of AUROC and AUPRC. The model is a multilayer perceptron.
 
     Args:
         path: a file with the columns of `yeast.csv.gz`, gzipped or not. The default is the file in the package river,
@@ -138,10 +140,10 @@ def yeast(path: Path | str = "") -> LabelledDataset:
 
 
 def read_ts(path: Path | str) -> tuple[list[np.ndarray], list[str]]:
-    """Read the labelled series of a file in the `.ts` format of aeon and sktime, without time stamps.
+    """Read labelled time series from a file in the `.ts` format of aeon and sktime, without time stamps.
 
-    After the line `@data`, each line has the channels of one series and its label, separated by colons. The values of a
-    channel are separated by commas.
+    Each line after the line `@data` contains the channels of one series and its label, separated by colons. The values
+    of a channel are separated by commas.
 
     Args:
         path: the path of the file.

@@ -1,4 +1,4 @@
-"""Reader of plays, with the speakers or the plays as users."""
+"""Reader for the texts of plays. The users of the data set are the speakers or the plays."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -97,7 +97,7 @@ def shakespeare(path: Path | str, length: int = 80, users: str = "speaker") -> L
 
 
 def _read_plays(place: Path) -> tuple[dict[str, str], bool]:
-    """Read the texts by path. Return also whether there is one text of several plays, instead of a folder of plays."""
+    """Read the texts by path, and return whether a single text contains several plays."""
     names = [place / name for name in SHAKESPEARE_FILES if (place / name).is_file()] if place.is_dir() else [place]
     if names:
         return {str(names[0]): read_text(names[0])}, True

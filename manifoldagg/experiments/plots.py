@@ -52,7 +52,7 @@ UNITS = {
 
 
 def axis_unit(axis: str, maximum: float) -> tuple[float, str, str]:
-    """Return the label, the unit and the scale of an axis whose largest value is `maximum`.
+    """Return the scale, the unit and the label of an axis whose largest value is `maximum`.
 
     Example:
         >>> axis_unit("bytes", 2.5e6)
@@ -87,11 +87,11 @@ def draw_accuracy(
     axis: str = "updates",
     budget: float | None = None,
 ) -> None:
-    """Draw the mean accuracy, or another primary metric, of each method over its seeds along a cost axis.
+    """Plot the accuracy of each method over a cost axis, averaged over the seeds.
 
-    A curve ends at the largest cost that all seeds of the method reach. With several seeds, a band shows one standard
-    deviation, unless there are more methods than colours. Between two evaluations, the accuracy of a run is the
-    accuracy at the earlier evaluation.
+    If the primary metric of the data set is not the accuracy, the plot shows the primary metric. A curve ends at the
+    largest cost that all seeds of the method reach. With several seeds, a band shows one standard deviation, unless
+    there are more methods than colours. Between two evaluations, a run has the accuracy of the earlier evaluation.
 
     Args:
         path: the path of the plot.
@@ -140,7 +140,9 @@ def draw_accuracy(
 def draw_clients(
     path: Path, clients: Mapping[str, Sequence[Sequence[float]]], *, title: str, metric: str = "accuracy"
 ) -> None:
-    """Draw the accuracies of the clients, from the worst to the best client. Each point is a mean over the seeds.
+    """Plot the accuracies of the clients for each method, from the worst to the best client.
+
+    The clients are sorted separately for each seed, and each point is a mean over the seeds.
 
     Args:
         path: the path of the plot.
@@ -175,9 +177,10 @@ def draw_clients(
 
 
 def draw_sweep(path: Path, frame: Any, *, option: str, title: str, metric: str = "accuracy") -> None:
-    """Draw the mean final accuracy of each method over the values of an option, with 95 % intervals.
+    """Plot the mean final accuracy of each method over the values of an option, with 95 % intervals.
 
-    The axis of the values is logarithmic if the largest value is more than 30 times the smallest one.
+    If all values are positive and the largest is more than 30 times the smallest, the axis of the values is
+    logarithmic.
 
     Args:
         path: the path of the plot.
@@ -212,9 +215,10 @@ def draw_sweep(path: Path, frame: Any, *, option: str, title: str, metric: str =
 def draw_starts(
     path: Path, starts: Mapping[str, Sequence[StartEvaluation]], *, title: str, metric: str = "accuracy"
 ) -> None:
-    """Draw the accuracy and the loss of the start models of a few clients, over the models that a client received.
+    """Plot the accuracy and the loss of the start models that a few clients received.
 
-    Each row of panels shows one client. The clients are those that received the most models over all methods.
+    Each row of panels shows one client. The horizontal axis counts the models that this client has received. The plot
+    shows the clients that received the most models over all methods.
 
     Args:
         path: the path of the plot.
@@ -253,7 +257,7 @@ def draw_starts(
 
 
 def draw_traces(path: Path, traces: Mapping[str, Sequence[TaskRecord[Any]]], *, title: str) -> None:
-    """Draw the Gantt charts of traces by method. Methods with equal traces share a panel."""
+    """Draw a Gantt chart for the trace of each method. Equal traces share one chart."""
     panels: list[tuple[list[str], Sequence[TaskRecord[Any]]]] = []
     for name, trace in traces.items():
         same = next((names for names, other in panels if other == trace), None)
@@ -275,7 +279,10 @@ def draw_traces(path: Path, traces: Mapping[str, Sequence[TaskRecord[Any]]], *, 
 
 
 def draw_planes(path: Path, planes: Mapping[str, Plane], *, title: str) -> None:
-    """Draw the planes of one curve below one another. Each plane has its own scale, and all planes share a legend."""
+    """Plot the loss on several planes of one curve, one plane below another.
+
+    Each plane has its own scale, and all planes share a legend.
+    """
     figure = new_figure(WIDTH, 0.6 + 3.7 * len(planes))
     for i, (plane, axes) in enumerate(zip(planes.items(), figure.subplots(len(planes)), strict=True)):
         said, drawn = plane
@@ -287,7 +294,11 @@ def draw_planes(path: Path, planes: Mapping[str, Plane], *, title: str) -> None:
 
 
 def _align_on_axis(seeds: Sequence[Sequence[Evaluation]], axis: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the costs of all evaluations that every seed reaches, and the accuracies (seeds, costs) at them."""
+    """Align the evaluations of several seeds on a cost axis.
+
+    The result contains the costs of all evaluations in the range that every seed covers. It also contains the
+    accuracies (seeds, costs) at these costs.
+    """
     places = [np.array([row.value_on(axis) for row in rows]) for rows in seeds]
     x = np.unique(np.concatenate(places))
     x = x[(x >= max(place[0] for place in places)) & (x <= min(place[-1] for place in places))]
@@ -305,7 +316,7 @@ def _figure(names: Mapping[str, object], height: float) -> tuple[Any, Any]:
 
 
 def _style(i: int, count: int = 1, points: int = 1) -> dict[str, Any]:
-    """Return the style of the i-th of `count` lines: colour, dash, width, and markers at separate points."""
+    """Return the colour, dash, width and markers of the i-th of `count` lines."""
     turn, colour = divmod(i, len(COLOURS))
     every = max(count, points // 8)
     return {
@@ -344,7 +355,7 @@ def _columns(names: Mapping[str, object]) -> int:
 
 
 def _label(name: str, width: int = LABEL_WIDTH) -> str:
-    """Return a name in lines of limited width."""
+    """Wrap a name to lines of limited width."""
     return _escape_math(textwrap.fill(name, width))
 
 
@@ -362,9 +373,10 @@ MIN_OUTLINED_WIDTH = 0.01
 
 
 def draw_trace(records: Sequence[TaskRecord[Any]], axes: Any = None, *, title: str = "") -> Any:
-    """Draw a Gantt chart with a row for each client and a bar for each task, coloured by staleness.
+    """Draw a Gantt chart of tasks, with a row for each client and a bar for each task.
 
-    A thin line connects a task's dispatch and its start. Rows are sorted by the clients' names, in natural order.
+    The colour of a bar shows the staleness of the task. A thin line before a bar shows the time between the dispatch
+    and the start of the task. Rows are sorted by the clients' names in natural order, so that `pi-2` precedes `pi-10`.
 
     Args:
         records: one or more records.

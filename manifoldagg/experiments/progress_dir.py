@@ -33,7 +33,7 @@ OWN_FILES = re.compile(
 
 
 class LearnedCurve(NamedTuple):
-    """A learned curve of a client with the control points `phi` (n + 1, P), for the plot of its plane."""
+    """A curve that a client learned, with the control points `phi` (n + 1, P)."""
 
     method: str
     update_index: int
@@ -42,10 +42,10 @@ class LearnedCurve(NamedTuple):
 
 
 class ComparisonProgress:
-    """The stored progress of a comparison.
+    """The progress of a comparison, which is stored in a folder.
 
-    The folder is locked until the end of the `with` block. The files remain in the folder. Without `resume`, existing
-    progress is removed.
+    The folder is locked until the end of the `with` block. Its files remain after the block, so that the comparison can
+    resume later. If `resume` is false, existing progress is removed first.
 
     Raises:
         ArgumentError: if the folder contains other files, cannot be written, or is in use by another process.
@@ -136,7 +136,7 @@ class ComparisonProgress:
         }
 
     def save_curve(self, curve: LearnedCurve) -> None:
-        """Save a curve for the plot."""
+        """Save a learned curve for the plot of its plane."""
         tensor_file.save(self._folder / f"{_method_key(curve.method)}.curve", "curve", tuple(curve))
 
     def _run_path(self, method: str, seed: int) -> Path:
@@ -144,7 +144,11 @@ class ComparisonProgress:
 
 
 def remove(folder: Path) -> None:
-    """Remove the progress directory of a comparison. Raise an `ArgumentError` if it contains other files."""
+    """Remove the progress directory of a comparison.
+
+    Raises:
+        ArgumentError: if the folder contains other files.
+    """
     _check_own_files(folder)
     shutil.rmtree(folder, ignore_errors=True)
 

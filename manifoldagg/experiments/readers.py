@@ -39,11 +39,11 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read_idx(path: str | os.PathLike[str]) -> Tensor:
-    r"""Read the array of an IDX file, gzipped or not.
+    r"""Read an array from a file in the IDX format, which may be gzipped.
 
-    The format starts with two zero bytes, a byte for the type of the numbers, and a byte for the number of dimensions.
-    The dimensions follow as unsigned 32-bit integers, and then the numbers in row-major order. All values are
-    big-endian.
+    The file begins with two zero bytes, one byte for the type of the numbers, and one byte for the number of
+    dimensions. The size of each dimension follows as an unsigned 32-bit integer. The numbers come last, in row-major
+    order. All values are big-endian.
 
     Args:
         path: the path of the file. The first bytes of the file determine whether it is gzipped. Its name is ignored.
@@ -100,7 +100,7 @@ def read_idx(path: str | os.PathLike[str]) -> Tensor:
 def read_images(
     folder: str | os.PathLike[str], part: str = "t10k"
 ) -> tuple[Float32[Tensor, "samples 1 28 28"], Int64[Tensor, " samples"]]:
-    r"""Read the images and labels of MNIST, Fashion-MNIST, KMNIST, or another data set with the file names of MNIST.
+    r"""Read the images and labels of MNIST, Fashion-MNIST, KMNIST, or another data set with the same file names.
 
     Args:
         folder: the folder with `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte`, gzipped (`.gz`) or not. The names
@@ -142,7 +142,7 @@ def read_text(path: Path) -> str:
 def with_model(
     name: str, inputs: Tensor, labels: Tensor, model_factory: Callable[..., nn.Module], **fields: Any
 ) -> LabelledDataset:
-    """Return a data set whose model is `model_factory` of its signature.
+    """Create a data set, and build its model from the shapes of its samples.
 
     Args:
         name: the name of the data set.
@@ -156,7 +156,7 @@ def with_model(
 
 
 def _find(folder: Path, stem: str, dimensions: int) -> tuple[Tensor, Path]:
-    """Return the array of a data set under one of the usual names, and its file."""
+    """Read the array in the file with one of the usual names, and return its path too."""
     names = [f"{stem}{mark}idx{dimensions}-ubyte{suffix}" for mark in "-." for suffix in ("", ".gz")]
     for name in names:
         if (folder / name).is_file():

@@ -1,4 +1,4 @@
-"""Registry of methods by name. A method is a rule with a trainer, with default options for both."""
+"""Registry of methods by name. A method combines a rule with a trainer, and both have default options."""
 
 import abc
 import csv
@@ -63,7 +63,7 @@ class NumClients(PerClients):
 
 @dataclass(frozen=True)
 class UniformShares(PerClients):
-    """Equal shares for all clients."""
+    """A routing with equal shares for all clients."""
 
     def __call__(self, clients: Sequence[int]) -> dict[int, float]:
         return dict.fromkeys(clients, 1 / len(clients))
@@ -71,7 +71,7 @@ class UniformShares(PerClients):
 
 @dataclass(frozen=True)
 class Factory(PerClients):
-    """A deferred call of `make`. Some of its arguments depend on the participating clients."""
+    """A deferred call of `make` with arguments that depend on the participating clients."""
 
     make: Callable[..., Any]
     options: Mapping[str, Any]
@@ -177,7 +177,7 @@ def methods(names: Sequence[str] | str, rates: Sequence[str] = ()) -> list[Metho
 
 
 def parse_methods(names: Sequence[str] | str) -> list[Spec]:
-    """Split the argument `names` of `methods` into names and options.
+    """Split the argument `names` of `methods` into specs with a name and options.
 
     Example:
         >>> [spec.name for spec in parse_methods("fedasync:rate=0.5,my_module:Signs:rate=0.1")]
@@ -190,15 +190,15 @@ def parse_methods(names: Sequence[str] | str) -> list[Spec]:
 
 @dataclass(frozen=True)
 class _Template:
-    """A rule before the options of a method are applied.
+    """A method before its options are applied.
 
     Attributes:
         label: the name of the method without options.
-        make: the class of the rule, or a function that makes it.
-        fields: the arguments of `make` if a user's object is the rule.
-        defaults: default options, including those of the trainer.
-        trainer: the trainer of a user's method, or `None` if `defaults` contains the name of the trainer.
-        rate_field: the field of the global rate; `None` if the rate is fixed.
+        make: the class of the rule, or a function that creates the rule.
+        fields: the arguments of `make` if the rule is a user's object, otherwise empty.
+        defaults: the default options of the rule and of the trainer.
+        trainer: the trainer of a user's method. If it is `None`, a name selects the trainer.
+        rate_field: the field that contains the global learning rate, or `None` if the rate is fixed.
     """
 
     label: str
@@ -223,20 +223,20 @@ def _template(name: str) -> _Template:
 
 
 def _remake(value: Any) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """Return a function and arguments that build an equal value. For a dataclass, the arguments are its fields."""
+    """Return a function and its keyword arguments that build an equal value."""
     if isinstance(value, Factory):
         return value.make, value.options
     return (type(value), field_values(value)) if is_dataclass(value) else (lambda: value, {})
 
 
 def _merge(defaults: Mapping[str, str], options: Mapping[str, str]) -> dict[str, str]:
-    """Merge options with defaults. The options of a default object are discarded if another object is selected."""
+    """Merge options with defaults, but drop the defaults of an object that is replaced."""
     replaced = {name for name, text in options.items() if text != defaults.get(name)}
     return {name: text for name, text in defaults.items() if name.partition(".")[0] not in replaced} | dict(options)
 
 
 def _subset(prefix: str, options: Mapping[str, str]) -> dict[str, str]:
-    """Return the options that start with a prefix and a dot, with the prefix and the dot removed."""
+    """Return the options whose names start with a prefix and a dot, without the prefix."""
     return {name.removeprefix(f"{prefix}."): text for name, text in options.items() if name.startswith(f"{prefix}.")}
 
 
@@ -306,7 +306,7 @@ def _build_method(spec: Spec, global_rate: float | None = None) -> Method:
 
 
 def _trainer_name(template: _Template, options: Mapping[str, str]) -> str:
-    """Return the name of the default trainer, or an empty string for the trainer of a user's method."""
+    """Return the name of the default trainer, which is empty for a user's own trainer."""
     if template.trainer is not None:
         return ""
     if "rule" in options:
@@ -327,7 +327,7 @@ def _trainer_parts(where: str, name: str, template: _Template) -> tuple[Callable
 def _build_per_clients(
     where: str, factory: Callable[..., Any], options: Mapping[str, str], defaults: Mapping[str, Any]
 ) -> Any:
-    """Build a value, or return a `Factory` (after a trial call) if an argument depends on the clients."""
+    """Build a value, or return a `Factory` if an argument depends on the clients."""
     made = Factory(factory, parse_kwargs(where, factory, options, option_readers=OPTION_READERS, defaults=defaults))
     with error_context(where, TypeError, ValueError):
         tried = made(TRIAL_CLIENTS)
@@ -363,7 +363,7 @@ def _user_optimizer(where: str, options: Mapping[str, str]) -> Any:
 
 
 def _read_shares(path: str) -> dict[int, float]:
-    """Read a routing from a CSV file with the columns `client` and `share`, which `manifoldagg route` writes."""
+    """Read a routing from a CSV file with the columns `client` and `share`."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             return {int(row["client"]): float(row["share"]) for row in csv.DictReader(file)}
@@ -378,7 +378,7 @@ def _readers(*factories: Any) -> dict[str, Reader]:
 
 
 def _simple_corrections() -> list[Any]:
-    """Return the corrections, and the functions that return a correction, without required arguments."""
+    """Return the corrections that can be created without arguments."""
     found = []
     for made in (getattr(corrections, name) for name in corrections.__all__):
         result = made if isinstance(made, type) else getattr(made, "__annotations__", {}).get("return")

@@ -1,4 +1,4 @@
-"""Reports of comparisons. A report is a folder with results and plots, which is written atomically."""
+"""Reports of comparisons. A report is a folder that contains results and plots. It is written atomically."""
 
 import json
 import os
@@ -39,12 +39,12 @@ Runs = dict[str, dict[str, dict[int, "LoggedRun"]]]
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run of a report.
+    """A run that was read from a report.
 
     Attributes:
         folder: the folder of the report.
-        evaluations: the log.
-        client_accuracy: the accuracies of the clients with the best model.
+        evaluations: the evaluations of the server's model, in order.
+        client_accuracy: the accuracy of the best evaluated model, for each client with held-out samples.
     """
 
     folder: Path
@@ -60,7 +60,7 @@ class _Report:
 
     @property
     def problem(self) -> tuple[str, ...]:
-        """The key of the problem: the data set with its checksum, and the settings that define the problem."""
+        """The identity of the problem: the data set and the settings that define the problem."""
         data = self.settings["data"]
         return data["name"], data["checksum"], *(self.setting(key) for key in PROBLEM_SETTINGS)
 
@@ -76,10 +76,10 @@ class _Report:
 
 
 def write_report(comparison: Comparison, folder: Path | str) -> list[Path]:
-    """Write the results and the plots of a comparison into a folder.
+    """Write the results and the plots of a comparison to a folder.
 
-    The files are `results.json`, `log.jsonl`, `timing.json`, the plots, `starts.png` if start models were evaluated,
-    and `plane.png` if a curve was learned.
+    The folder contains `results.json`, `log.jsonl`, `timing.json` and the plots. The plot `starts.png` exists only if
+    start models were evaluated. The plot `plane.png` exists only if a client learned a curve.
 
     Returns:
         The paths of the files, in this order.
@@ -104,7 +104,9 @@ def write_report(comparison: Comparison, folder: Path | str) -> list[Path]:
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """Read the files of a report in the format of `--json`, including `log`, `timing` and `files`.
+    """Read the files of a report, and return their content in the format of the option `--json`.
+
+    The result includes the entries `log`, `timing` and `files`.
 
     Raises:
         OSError: if a file cannot be read.
@@ -117,16 +119,17 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 
 def read_reports(folders: Iterable[Path | str]) -> tuple[Runs, dict[str, float], list[str]]:
-    """Read the reports of `manifoldagg compare` in these folders.
+    """Read several reports of `manifoldagg compare`, and group their runs by problem.
 
-    Two runs have the same problem if the following are equal:
+    Two runs belong to the same problem if all of these are equal:
 
-    - the data set (its name and a checksum of its samples);
-    - the model;
-    - the split over clients;
+    - the data set, identified by its name and a checksum of its samples;
+    - the model, the batch size, the augmentation and the metrics;
+    - the partition over clients and the held-out samples;
     - the settings that determine the order of events.
 
-    If several problems have the same data set, the name of each problem contains the settings that differ.
+    The name of a problem is the name of its data set. If several problems have the same data set, the name of each
+    problem also contains the settings that differ.
 
     Returns:
         Three values: the runs by problem, method and seed; the target of each problem; and sentences about other
@@ -199,7 +202,7 @@ def _write_json(path: Path, tree: object) -> None:
 
 
 def _draw(comparison: Comparison, folder: Path) -> None:
-    """Draw the plots. Start models, traces and planes show the first seed, and the other plots show all seeds."""
+    """Draw the plots. Start models, traces and planes are those of the first seed."""
     settings = comparison.settings
     title = f"{settings['data']['name']}, {settings['clients']} clients"
     rows = {name: [run.evaluations for run in runs] for name, runs in comparison.runs.items()}
@@ -222,7 +225,7 @@ def _draw(comparison: Comparison, folder: Path) -> None:
 
 
 def _problem_names(known: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """Name each problem after its data set, and after the settings that differ between problems with this data set."""
+    """Name each problem after its data set and the settings that distinguish it."""
     frame = pd.DataFrame(known, columns=["name", "", *PROBLEM_SETTINGS])
     names = {}
     for name, like in frame.groupby("name"):

@@ -1,4 +1,4 @@
-"""Parser of specs such as `name:option=value,option=value` for methods, data sets, schedulers and their options."""
+"""Parser of specs. A spec such as `name:option=value,option=value` selects an object by name and sets its options."""
 
 import ast
 import importlib.util
@@ -42,9 +42,9 @@ WORDS = {"true": True, "false": False, "none": None, "inf": math.inf, "-inf": -m
 
 @dataclass(frozen=True)
 class Spec:
-    """A name or `module:name`, with the text of each option.
+    """A parsed spec: a name or `module:name`, and the text of each option.
 
-    The key `""` contains an option without a name, such as `trace.csv` in `replay:trace.csv`.
+    The key `""` holds the text of an option without a name, such as `trace.csv` in `replay:trace.csv`.
     """
 
     name: str
@@ -56,16 +56,17 @@ class Spec:
 
 
 Reader: TypeAlias = Callable[[str, Mapping[str, str]], Any]
-"""Builds the value of a name. The arguments are the start of an error message, and the options after the name."""
+"""A function that builds a value. Its arguments are the start of an error message, and the options of the value."""
 OptionReaders: TypeAlias = Mapping[str, Mapping[str, Reader]]
 """The readers of the options whose values are objects, by the names of the values."""
 
 
 def parse_specs(where: str, text: str, known: Collection[str] | None = None) -> list[Spec]:
-    """Parse a comma-separated list of names with options. `option=value` belongs to the preceding name.
+    """Parse a comma-separated list of names, each of which may have options.
 
-    If a name before a colon is not in `known`, the name is a user's module: `module:name:option=value`. In all
-    functions of this module, error messages start with `where`.
+    `option=value` belongs to the name before it. If a name before a colon is not in `known`, it is the name of a user's
+    module, as in `module:name:option=value`. In all functions of this module, the argument `where` is the start of
+    error messages.
 
     Example:
         >>> [str(spec) for spec in parse_specs("methods", "fedasync, asyncbezier:threshold=auto, degree=3, fedgs")]
@@ -102,7 +103,7 @@ def parse_specs(where: str, text: str, known: Collection[str] | None = None) -> 
 
 
 def parse_spec(where: str, text: str, known: Collection[str] | None = None) -> Spec:
-    """Parse one name with its options. The arguments are the same as those of `parse_specs`."""
+    """Parse a single name with its options. The arguments are those of `parse_specs`."""
     first, *others = parse_specs(where, text, known)
     if others:
         raise ArgumentError(f"{where}: expected one name with its options, got a second one: {others[0]}")
@@ -110,7 +111,9 @@ def parse_spec(where: str, text: str, known: Collection[str] | None = None) -> S
 
 
 def parse_literal(text: str) -> Any:
-    """Parse a number, `true`, `false`, `none`, `inf`, or a tuple of numbers joined by `+`. Return other text unchanged.
+    """Parse a number, `true`, `false`, `none`, `inf`, or several numbers joined by `+`.
+
+    Several numbers become a tuple. Any other text is returned unchanged.
 
     Example:
         >>> [parse_literal(text) for text in ("3", "1e-3", "true", "none", "-inf", "4+2", "auto", "rates.csv")]
@@ -140,11 +143,11 @@ def parse_kwargs(
     excluded: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Parse options into keyword arguments for `factory`. The options are the parameters of `factory`.
+    """Parse the text of options into keyword arguments for `factory`, a class or a function.
 
-    The name of an option may contain a dot. `staleness=hinge,staleness.a=0.9` sets the option `a` of the object
-    `hinge`. Without `staleness=hinge`, `staleness.a=0.9` sets the option `a` of the default object. The text of an
-    option is not parsed if the parameter is annotated as a string or a path.
+    An option with a dot belongs to the value of another option. For example, `staleness=hinge,staleness.a=0.9` selects
+    the object `hinge` and sets its option `a`. Without `staleness=hinge`, `staleness.a=0.9` sets the option `a` of the
+    default object. If a parameter is annotated as a string or a path, its text is not parsed.
 
     Args:
         where: the start of an error message.
@@ -208,7 +211,10 @@ def _parse_option(
     default: Any,
     option_readers: OptionReaders,
 ) -> Any:
-    """Parse the value of one option. If the option has no text, `options` replace fields of the default value."""
+    """Parse the value of one option.
+
+    If `text` is `None`, the result is the default value, in which `options` replace fields.
+    """
     here = f"{where}: {parameter.name}"
     readers = option_readers.get(parameter.name, {})
     if text is None:
@@ -245,7 +251,10 @@ def build(
     option_readers: OptionReaders | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> T:
-    """Call `factory` with the arguments of `parse_kwargs`. If `factory` rejects a value, raise an `ArgumentError`."""
+    """Call `factory` with the keyword arguments that `parse_kwargs` returns.
+
+    If `factory` rejects a value, the function raises an `ArgumentError`.
+    """
     given = parse_kwargs(where, factory, options, option_readers=option_readers, defaults=defaults)
     with error_context(where, TypeError, ValueError):
         return factory(**given)
@@ -261,9 +270,9 @@ def reader(factory: Callable[..., Any], *, option_readers: OptionReaders | None 
 
 
 def parse_value(where: str, text: str, readers: Mapping[str, Reader], noun: str = "") -> Any:
-    """Parse a name with its options, and build its value.
+    """Parse a name with its options, and build the value that the name stands for.
 
-    `module:name` is also accepted if `MODULE_NAME` is among the readers.
+    If `readers` has the key `MODULE_NAME`, the name may also have the form `module:name`.
     """
     chosen = parse_spec(where, text, readers)
     here = f"{where}: {chosen.name}"
@@ -273,9 +282,9 @@ def parse_value(where: str, text: str, readers: Mapping[str, Reader], noun: str 
 
 
 def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
-    """Return `name` if it is one of the choices. Otherwise raise an `ArgumentError`.
+    """Return `name` if it is one of the choices, and otherwise raise an `ArgumentError`.
 
-    The message suggests the nearest choice. If no choice is similar, the message lists all choices.
+    The error message suggests the most similar choice. If no choice is similar, the message lists all choices.
 
     Example:
         >>> choose("methods", "method", "fedasink", ("fedasync", "fedgs"))
@@ -291,9 +300,10 @@ def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
 
 
 def import_object(where: str, text: str, noun: str) -> Any:
-    """Import the object `module:name` from a user's module, or raise an `ArgumentError`.
+    """Import the object `module:name` from a user's module.
 
-    The error message says that the value should be a `noun`, such as "a data set".
+    If the import fails, the function raises an `ArgumentError`. The message describes the expected object by `noun`,
+    such as "a data set".
 
     Example:
         >>> import_object("data", "math:tau", "a data set")
@@ -323,16 +333,18 @@ def import_object(where: str, text: str, noun: str) -> Any:
 def user_reader(
     noun: str, kind: Any = object, *, num_arguments: int = 0, option_readers: OptionReaders | None = None
 ) -> dict[str, Reader]:
-    """Return a reader of `module:name`, an object in a user's module. The key of the reader is `MODULE_NAME`.
+    """Return a reader for objects in a user's module, under the key `MODULE_NAME`.
 
-    | the object | the value |
+    The reader receives `module:name` and options. It builds a value that depends on the object:
+
+    | object | value |
     | --- | --- |
     | a class, or a function that makes an object | its result with the options as keyword arguments |
     | a function with `num_arguments` required arguments, if that is not 0 | the function, with the options bound |
     | any other object | the object; the options replace fields of a dataclass |
 
     The value must be an instance of `kind`, or a function if `num_arguments` is not 0. Error messages describe the
-    expected value with `noun`, such as "a correction".
+    expected value by `noun`, such as "a correction".
 
     Example:
         >>> read = user_reader("a weight")[MODULE_NAME]
@@ -376,7 +388,7 @@ def _make(
 
 
 def _is_module(name: str, known: Collection[str]) -> bool:
-    """Return whether the name before a colon is a user's module, and not a misspelled known name."""
+    """Return whether the name before a colon is a module, and not a misspelled known name."""
     if name in known:
         return False
     if closest_match(name, known) is None:

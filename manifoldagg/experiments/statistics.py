@@ -15,7 +15,7 @@ from manifoldagg.errors import ArgumentError
 __all__ = ["MIN_PAIRS", "MeanCI", "compare_pairs", "compare_with", "holm", "mean_ci"]
 
 MIN_PAIRS = 15
-"""The minimum number of pairs of problem and seed for a test of two methods."""
+"""The minimum number of pairs of problem and seed for which two methods are tested."""
 DECIMALS = 12
 """Differences are rounded to this number of decimals, because further digits are rounding errors."""
 TEST_COLUMNS = ("first", "second", "count", "wins", "losses", "median_difference", "p_value")
@@ -23,9 +23,9 @@ TEST_COLUMNS = ("first", "second", "count", "wins", "losses", "median_difference
 
 @dataclass(frozen=True)
 class MeanCI:
-    """A mean of `count` values with its 95 % confidence interval.
+    """The mean of `count` values with its 95 % confidence interval.
 
-    `half_width` is half the length of the interval, or `None` for a single value.
+    `half_width` is half the width of the interval. It is `None` if there is only one value.
     """
 
     value: float
@@ -44,10 +44,11 @@ class MeanCI:
 
 
 def mean_ci(values: Sequence[float]) -> MeanCI:
-    r"""Compute the mean and its 95 % Student's t interval $\bar x \pm t_{0.975,\, n-1}\, s / \sqrt n$.
+    r"""Compute the mean of n values and its 95 % confidence interval from Student's t distribution.
 
-    If the values are approximately normally distributed, the interval contains the mean over
-    all seeds with probability 0.95.
+    The interval is $\bar x \pm t_{0.975,\, n-1}\, s / \sqrt n$, where $\bar x$ is the mean and $s$ the sample standard
+    deviation. If the values are approximately normally distributed, the interval contains the true mean with
+    probability 0.95.
 
     Raises:
         ArgumentError: if there is no value.
@@ -67,11 +68,11 @@ def mean_ci(values: Sequence[float]) -> MeanCI:
 def compare_with(scores: pd.DataFrame, method: str) -> pd.DataFrame:
     r"""Test whether one method scores higher than each other method, with Wilcoxon's one-sided signed-rank test.
 
-    Let $d$ be the score of `method` minus the score of the other method on a common problem and seed. The null
+    Let $d$ be the score of `method` minus the score of the other method on the same problem and seed. The null
     hypothesis is that the distribution of $d$ is symmetric about 0. The alternative is that $d$ tends to be positive.
 
     - Holm's correction covers the tests of `method` with all other methods.
-    - Two methods with fewer than 15 common pairs of problem and seed are not tested.
+    - Two methods are not tested if they have fewer than 15 pairs of problem and seed in common.
     - Equal scores, rounding and the choice of the exact test are as in `compare_pairs`.
 
     Choose `method` before you see the scores. Otherwise, use the two-sided tests of `compare_pairs`.
@@ -101,8 +102,8 @@ def compare_pairs(scores: pd.DataFrame) -> pd.DataFrame:
     """Test all pairs of methods on their common problems and seeds, with Wilcoxon's two-sided signed-rank test.
 
     - Holm's correction covers all tests, because no method is chosen in advance.
-    - Two methods with fewer than 15 common pairs of problem and seed are not tested.
-    - Pairs with equal scores do not count in the test.
+    - Two methods are not tested if they have fewer than 15 pairs of problem and seed in common.
+    - The test ignores a problem and seed if both methods have the same score.
     - Differences are rounded to 12 decimals, so that rounding errors do not break ties.
     - SciPy's test is exact for up to 50 differences without ties, and for up to 13 differences with ties. For more
       differences, the test uses the normal approximation with the variance corrected for ties.
@@ -127,7 +128,10 @@ def compare_pairs(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    r"""Apply Holm's step-down correction: $\max_{j \le i} \min(1, (m - j + 1)\, p_{(j)})$ for the i-th smallest of m.
+    r"""Adjust m p-values for multiple tests with Holm's step-down correction.
+
+    The i-th smallest p-value becomes $\max_{j \le i} \min(1, (m - j + 1)\, p_{(j)})$, where $p_{(j)}$ is the j-th
+    smallest p-value.
 
     Example:
         >>> holm([0.01, 0.04, 0.03])

@@ -1,4 +1,4 @@
-"""Sweeps: the final accuracy of methods over the values of one setting, from the reports of several comparisons."""
+"""Sweeps, which combine several comparisons to show the final accuracy of methods over the values of one setting."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ LABEL = re.compile(r"(?P<name>[^(]*)(?:\((?P<options>.*)\))?")
 
 
 def load_sweep(folders: Iterable[Path | str], option: str) -> pd.DataFrame:
-    """Read the reports of `manifoldagg compare` in these folders, and return the final accuracies by an option.
+    """Read several reports of `manifoldagg compare`, and return the final accuracies for each value of an option.
 
     The option is one of the following:
 
@@ -94,7 +94,9 @@ def _frame(reports: Reports, option: str) -> pd.DataFrame:
 
 
 def write_sweep(folders: Iterable[Path | str], option: str, out: Path | str) -> tuple[pd.DataFrame, list[Path]]:
-    """Write `sweep.csv`, which contains `load_sweep`, and `sweep.png`, with one line for each method.
+    """Write the result of `load_sweep` to `sweep.csv`, and plot it to `sweep.png`.
+
+    The plot has one line for each method.
 
     Returns:
         The data frame, and the paths of the files.
@@ -137,7 +139,7 @@ def _method_and_value(settings: Mapping[str, Any], label: str, option: str) -> t
 
 
 def _number(option: str, value: Any) -> float:
-    """Return the value as a number: for a value with several parts, such as `epochs=4+2`, its first part."""
+    """Convert a value to a number. A value with several parts counts as its first part."""
     value = value[0] if isinstance(value, tuple) else value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentError(f"sweep: expected an option whose values are numbers, got {option}={value}")

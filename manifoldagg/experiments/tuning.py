@@ -1,4 +1,4 @@
-"""Tuning: a line search for the global rate of each method, on seeds that no comparison uses."""
+"""Tuning of the global learning rate of each method, by a line search on seeds that no comparison uses."""
 
 import hashlib
 import json
@@ -45,22 +45,22 @@ __all__ = [
 ]
 
 MAX_DOUBLINGS = 5
-"""The maximum number of doublings between the start of a search and its end."""
+"""The maximum number of doublings or halvings of the first rate of a search."""
 NUM_EVALUATIONS = 40
-"""The number of evaluations of a run, of which the last quarter counts."""
+"""The number of evaluations in a tuning run. The score uses the last quarter of them."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The settings of the search for the methods' global rates before a comparison.
+    """The settings for tuning the global learning rates of methods before a comparison.
 
     Attributes:
-        seeds: the seeds of the runs of a search, which the comparison must not use.
-        validation: the fraction of the training samples for testing these runs, unless the comparison sets a fraction.
-            The test set is not used.
-        length: the length of a run of the search as a fraction of the length of a run of the comparison. The fraction
-            applies to the number of updates and to the duration.
-        cache: the folder of finished runs for later searches. `None` disables the cache.
+        seeds: the seeds of the tuning runs, which the comparison must not use.
+        validation: the fraction of the training samples on which tuning runs are evaluated. If the comparison sets a
+            validation fraction, tuning uses that fraction instead. Tuning never uses the test set.
+        length: the length of a tuning run as a fraction of the length of a run in the comparison. The fraction applies
+            to the number of updates and to the duration.
+        cache: the folder that stores finished tuning runs for later searches. `None` disables the cache.
     """
 
     seeds: Sequence[int] = (100, 101, 102)
@@ -79,7 +79,7 @@ class Tuning:
         duration: float | None = None,
         **options: Any,
     ) -> tuple[list[Method], dict[str, object]]:
-        """Tune the methods, and return them with the search results for JSON.
+        """Tune the rates of the methods. Return the tuned methods, and the search results as JSON values.
 
         The result of a method with a fixed rate is `"by hand"`. The result of a method without a rate is `None`.
 
@@ -120,7 +120,8 @@ class Tuning:
 def tuning_seeds(used_seeds: range, count: int) -> range:
     """Return `count` consecutive seeds that a comparison with `used_seeds` does not use.
 
-    The first seed is 100. If the comparison uses one of these seeds, the first seed follows its last seed.
+    The first seed is usually 100. If the comparison uses one of the resulting seeds, the first seed is instead the one
+    after the comparison's last seed.
 
     Example:
         >>> tuning_seeds(range(5), 2), tuning_seeds(range(98, 103), 2)
@@ -133,12 +134,12 @@ def tuning_seeds(used_seeds: range, count: int) -> range:
 
 @dataclass(frozen=True)
 class Search:
-    """The results of a line search.
+    """The result of a line search for the best rate.
 
     Attributes:
-        start: the first rate.
-        scores: the scores of all repetitions, by exponent k. The tried rate is `start` times $2^k$. The exponents are
-            in increasing order.
+        start: the first rate of the search.
+        scores: the scores of each tried rate, with one score for each repetition. The key k stands for the rate $2^k$
+            times `start`. The keys are in increasing order.
     """
 
     start: float
@@ -149,10 +150,10 @@ class Search:
 
     @property
     def best_power(self) -> int:
-        """The exponent with the highest mean score.
+        """The exponent of the tried rate with the highest mean score.
 
-        Among exponents with equal scores, the exponent nearest to 0 is returned, and of two such exponents the lower.
-        If all scores are 0, the lowest exponent is returned.
+        If several exponents have this score, the exponent nearest to 0 is selected. If two of them are equally near,
+        the lower exponent is selected. If all scores are 0, the lowest exponent is selected.
         """
         means = {power: statistics.fmean(scores) for power, scores in self.scores.items()}
         if not any(means.values()):
@@ -180,10 +181,10 @@ class Search:
 def line_search(
     score: Callable[[float], Sequence[float]], start: float, *, max_doublings: int = MAX_DOUBLINGS
 ) -> Search:
-    r"""Search the best rate $s\,2^k$, starting with $k = -1, 0, 1$.
+    r"""Search for the best rate among $s\,2^k$ for integers $k$, starting with $k = -1, 0, 1$.
 
-    The search ends when both neighbours of the best rate have lower scores. If all scores are 0, the search continues
-    with lower rates. $|k|$ is at most `max_doublings`.
+    The search ends when it has tried both neighbours of the best rate. It does not try rates with $|k|$ above
+    `max_doublings`. If all scores are 0, the search continues with lower rates.
 
     Args:
         score: a function of a rate that returns a score >= 0 for each repetition. The search compares mean scores.
@@ -210,7 +211,10 @@ def line_search(
 
 
 def tail_accuracy(result: RunResult) -> float:
-    """Compute the mean accuracy over the last quarter of the updates, which is less noisy than the last accuracy."""
+    """Compute the mean accuracy over the last quarter of a run's updates.
+
+    This mean is less noisy than the accuracy at the end of the run.
+    """
     updates = result.evaluations[-1].updates
     begin = updates - max(1, updates // 4)
     return statistics.fmean(row.accuracy for row in result.evaluations if row.updates > begin)
@@ -233,10 +237,10 @@ def tune(
     cache: Path | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Search | None:
-    """Search the global rate of a method with the best mean `tail_accuracy`.
+    """Search for the global learning rate of a method that has the highest mean `tail_accuracy`.
 
-    Each rate has one run for each federation. A run in which the method fails has the score 0. A rate that the rule
-    rejects also has the score 0.
+    Each rate is tried in one run on each federated data set. If the rule rejects a rate, or the method fails in a run,
+    the score is 0.
 
     Args:
         method: the method. Its rate is the start of the search.
@@ -333,7 +337,9 @@ def with_rate(method: Method, rate: float) -> Method:
 
 
 def with_option(method: Method, option: str, value: Any) -> Method:
-    """Return the method with another value of an option of its rule. The name of the option may be a dotted path.
+    """Return the method with another value of an option of its rule.
+
+    The name of the option can be a dotted path, such as `"rule.rate"` for an option of a wrapped rule.
 
     Raises:
         ArgumentError: if the rule has no such option.
@@ -390,7 +396,7 @@ def _init_fields(rule: Any) -> list[str]:
 
 
 def _with_option(rule: Any, option: str, value: Any) -> Any:
-    """Return a rule, or its `Factory`, with a new value of an option. The name may be a dotted path."""
+    """Return a rule, or its `Factory`, with a new value of an option."""
     name, _, inner = option.partition(".")
     before = rule.options.get(name) if isinstance(rule, Factory) else getattr(rule, _check_field(rule, name))
     after = _with_option(before, inner, value) if inner else value
@@ -426,7 +432,7 @@ def _cache_key(
 
 
 class _TuningCache:
-    """The finished runs of a search, stored in a file whose name contains a digest of all settings."""
+    """A cache of finished tuning runs, in a file that is named after a hash of the settings."""
 
     def __init__(self, folder: Path | None, method: Method, key: Mapping[str, object]) -> None:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]

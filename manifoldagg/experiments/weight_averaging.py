@@ -21,10 +21,10 @@ __all__ = ["WeightAveraging"]
 
 @dataclass(frozen=True)
 class WeightAveraging:
-    """The settings of the [`SWA`][manifoldagg.averaging.SWA] of every run of a comparison.
+    """The settings of the weight average ([`SWA`][manifoldagg.averaging.SWA]) that every run of a comparison computes.
 
-    The average contains every version of the model from `start` on whose number is a multiple of `cycle`. It does not
-    change the model, except with `period`.
+    The average contains every model version from `start` on whose number is a multiple of `cycle`. It does not change
+    the model, unless `period` is set.
 
     Args:
         start: the first version. A number below 1 is a fraction of the versions of a run. A run has `num_updates`
@@ -67,7 +67,7 @@ class WeightAveraging:
         return build("swa", WeightAveraging, parse_spec("swa", f"swa:{text}").options)
 
     def first_version(self, rule: Rule, num_updates: int) -> int:
-        """Return the first averaged version of a run with a rule."""
+        """Return the number of the first averaged version in a run with the given rule."""
         if self.start >= 1:
             return int(self.start)
         buffered = rule_attribute(rule, "buffer_size") or rule_attribute(rule, "size") or 1
@@ -78,7 +78,7 @@ class WeightAveraging:
         return partial(SWA, start=self.first_version(rule, num_updates), cycle=self.cycle)
 
     def apply(self, methods: Sequence[Method], num_updates: int, clients: Sequence[int]) -> list[Method]:
-        """Return the methods. If `period` is set, the options of their rules are replaced.
+        """Return the methods, with periodic averaging in their rules if `period` is set.
 
         Raises:
             ArgumentError: if `period` is given, and no rule has an option `periodic`.

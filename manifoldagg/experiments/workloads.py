@@ -1,7 +1,7 @@
 """Schedulers, delays, availability traces and partitions by name, such as `priority:workers=2`.
 
-If a name is unknown, the functions raise an `ArgumentError` with the nearest known name. They also raise an
-`ArgumentError` if the value of an option is invalid.
+If a name is unknown, the functions raise an `ArgumentError` that suggests the nearest known name. If the value of an
+option is invalid, they also raise an `ArgumentError`.
 """
 
 import hashlib
@@ -61,15 +61,15 @@ UNBOUNDED = 2**62
 
 
 def scheduler(text: str) -> SchedulerFactory:
-    """Return the named scheduler as a function of the clients and a generator.
+    """Return the named scheduler as a function of the clients and a random generator.
 
     | name | options |
     | --- | --- |
-    | `priority` | those of [`PriorityScheduler`][manifoldagg.simulation.PriorityScheduler] |
-    | `independent` | `delays`, as for the function below, with their options after a dot; by default one second |
-    | `jackson` | `rates`, a number or a CSV file as for `manifoldagg route`; `concurrency` |
-    | `replay` | `path` of a trace |
-    | `module:name` | those of your own function, other than the clients and the generator |
+    | `priority` | the options of [`PriorityScheduler`][manifoldagg.simulation.PriorityScheduler] |
+    | `independent` | `delays`: a name as in the function `delays`, with options after a dot; by default one second |
+    | `jackson` | `rates`: a number, or a CSV file as for `manifoldagg route`; `concurrency` |
+    | `replay` | `path`: a trace file |
+    | `module:name` | the arguments of your own function, except for the clients and the generator |
 
     Example:
         >>> make = scheduler("independent:delays=uniform,delays.low=1,delays.high=3")
@@ -106,11 +106,12 @@ def delays(text: str) -> Delay | DelayFactory:
 
 
 def availability(text: str) -> list[AvailabilityChange[int | str]] | AvailabilityFactory:
-    """Return the named availability: `churn:up=200,down=40,until=1000`, or `file:changes.csv`.
+    """Return the named changes of client availability: a list, or a function that generates them.
 
-    - `churn` calls [`churn`][manifoldagg.simulation.churn]. `up` and `down` are means of exponential distributions, or
-      names of other distributions (`up=uniform,up.low=100,up.high=300`).
-    - `file` reads a CSV file with the columns `time`, `client` and `kind`.
+    - `churn:up=200,down=40,until=1000` generates random failures and returns with
+      [`churn`][manifoldagg.simulation.churn]. `up` and `down` are means of exponential distributions, or names of other
+      distributions, such as `up=uniform,up.low=100,up.high=300`.
+    - `file:changes.csv` reads a CSV file with the columns `time`, `client` and `kind`.
 
     Example:
         >>> make = availability("churn:up=deterministic,up.seconds=3,down=1e9,until=5")
@@ -178,7 +179,9 @@ def _natural_groups(
 def parse_workload(
     scheduler: SchedulerFactory | str | None, delays: Delays, availability: Availability | str
 ) -> dict[str, Any]:
-    """Parse the string arguments of [`run`][manifoldagg.simulation.run]; other values are unchanged.
+    """Parse the arguments `scheduler`, `delays` and `availability` of [`run`][manifoldagg.simulation.run].
+
+    Strings are parsed as names with options, and other values are unchanged.
 
     Example:
         >>> parse_workload(None, "exponential:mean=10", None)
@@ -189,7 +192,7 @@ def parse_workload(
 
 
 def referenced_files(*specs: object) -> dict[str, str]:
-    """Return the files that specs such as `csv:measured.csv` refer to, with the SHA-256 hash of each file.
+    """Return the files to which specs such as `csv:measured.csv` refer, with the SHA-256 hash of each file.
 
     Args:
         *specs: the settings. Only strings can refer to files.
@@ -296,7 +299,7 @@ def _churn(up: float | Delay, down: float | Delay, until: float) -> Availability
 
 
 def _weights_name(name: str) -> Reader:
-    """Return a reader of the name of weights, which has no options."""
+    """Return a reader of the name of predefined weights, which has no options."""
 
     def read(where: str, options: Mapping[str, str]) -> str:
         if options:
