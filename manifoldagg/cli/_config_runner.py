@@ -38,10 +38,11 @@ FILE_OPTIONS = ("data", "scheduler", "delays", "availability")
 
 
 def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
-    """Run the command once for each table of a file. Options on the command line override options in the table.
+    """Run a command once for each table of a TOML file.
 
-    All tables are checked before the first one runs. Paths in the file are relative to the file. Paths on the command
-    line are relative to the working directory.
+    Options on the command line override the options in a table. All tables are checked before the first one runs.
+    Relative paths in the file are relative to the folder of the file. Relative paths on the command line are relative
+    to the working directory.
 
     Raises:
         ArgumentError: if a table is invalid. The message names the table and describes the error.
@@ -95,9 +96,10 @@ def _is_typed(context: Any, name: str) -> bool:
 
 
 def _rebase_paths(folder: Path, option: str, text: str) -> str:
-    """Rewrite the paths in a spec from relative to the working directory to relative to `folder`.
+    """Convert the paths in a spec to paths relative to `folder`. They were relative to the working directory.
 
-    A path that exists only relative to `folder` is also rewritten, so that the command reports a missing file.
+    A path that exists only in `folder` is also converted. The command then reports a missing file instead of reading
+    the wrong file.
     """
     spec = parse_spec(option, text)
     exists = Path.exists if spec.name in DATASETS else Path.is_file
@@ -118,7 +120,10 @@ def _parse_command(command: Any, arguments: list[str], context: Any) -> Any:
 
 
 def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
-    """Load the report of a finished comparison with the same settings, files and versions, or return `None`."""
+    """Load the report of a comparison that has already finished.
+
+    If no report has the same settings, files and package versions, return `None`.
+    """
     report = params["out"] / params["name"]
     if report.with_name(f"{report.name}.unfinished").exists():
         return None
@@ -155,7 +160,7 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _methods(params: dict[str, Any]) -> list[Method]:
-    """Build the methods as the command does. The default rates are scaled unless the command tunes the rates."""
+    """Build the methods as the command does, with scaled default rates unless it tunes them."""
     names = params["methods"]
     rates = list(params["rate"] or ())
     if params["tune"]:

@@ -1,4 +1,4 @@
-"""Consoles for results and for errors, warnings on one line, and the exception of a usage error."""
+"""Consoles for results and errors, warnings on one line, and the exception for usage errors."""
 
 import warnings
 from collections.abc import Iterator

@@ -52,7 +52,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Parse the arguments and run the command. A usage error prints one line and exits with code 2."""
+    """Parse the arguments and run the command. A usage error exits with code 2."""
     try:
         code = app(standalone_mode=False)
     except (ManifoldAggError, UsageError) as error:
@@ -77,6 +77,6 @@ def options(
 ) -> None:
     """Geometry for asynchronous federated optimisation.
 
-    The library *corrects* a stale update into the tangent space of the current model. The model *steps* along the curve
-    that the update describes. The models of a run are *averaged*.
+    The library maps stale client updates to the tangent space of the current model. It moves the model along the curve
+    that a client update describes, and it averages models.
     """

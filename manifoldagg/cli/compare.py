@@ -358,8 +358,8 @@ def _progress_bars(
 ) -> Callable[[str, int], None]:
     """Return a callback that advances the progress bar of a method and a seed.
 
-    The first call prints the notices and shows the bars until `stack` closes. An error for an invalid setting is
-    therefore printed without bars.
+    Its first call prints the notices and shows the bars, which stay until `stack` closes. An invalid setting raises an
+    error before this call, so the error is printed without bars.
     """
     columns = (
         progress.TextColumn("{task.description:<24}", markup=False),
@@ -421,7 +421,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def rejection_lines(comparison: Comparison) -> list[str]:
-    """Return a warning for each method with rejected updates, as these lower its accuracy."""
+    """Return a warning for each method with rejected updates, because they lower its accuracy."""
     updates = comparison.settings["num_updates"] * len(comparison.settings["seeds"])
     counted = {name: row["rejected"] for name, row in comparison.summary().items()}
     return [f"{name}: {count} of {updates} updates were rejected" for name, count in counted.items() if count]

@@ -16,8 +16,8 @@ __all__ = ["doctor_command", "flower_status", "kernel_table"]
 def doctor_command() -> None:
     """Report which kernels work on this machine, which kernel is selected, and why.
 
-    If necessary, the command first builds the compiled kernels. It measures the time of each backend. If Flower is
-    installed, it also reports whether `flwr run` can simulate nodes.
+    The command measures the time of each backend. If necessary, it builds the compiled kernels first. If Flower is
+    installed, the command also reports whether `flwr run` can simulate nodes.
     """
     with graceful_shutdown():
         rows = describe_backends()
@@ -28,10 +28,10 @@ def doctor_command() -> None:
 
 
 def flower_status() -> str | None:
-    """Return a line about simulation in Flower, or `None` if Flower is not installed.
+    """Report whether Flower can run simulations, or return `None` if Flower is not installed.
 
-    Simulation needs Ray. Without Ray, Flower stops before it imports the app, so the app itself cannot report the
-    error.
+    Simulations require the package Ray. Without Ray, Flower stops before it imports an app, so the app itself cannot
+    report that Ray is missing.
     """
     if find_spec("flwr") is None:
         return None

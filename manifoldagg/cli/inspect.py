@@ -38,7 +38,7 @@ def inspect_command(
         bool, typer.Option("--records", help="Print the records as JSON lines, without tensors.")
     ] = False,
 ) -> None:
-    """Report the content of a checkpoint or a journal.
+    """Report the content of a checkpoint or a journal of a server.
 
     The command prints:
 
@@ -49,10 +49,11 @@ def inspect_command(
     - the number of records of each kind
     - the size
 
-    No model is kept in memory. No file is locked or modified, so the journal of a running server can be inspected.
+    The command does not keep models in memory. It neither locks nor modifies a file, so it can inspect the journal of a
+    running server.
 
-    The exit code is 1 if a file is corrupted. The message names the record. An incomplete last record is not an error,
-    because a server truncates it when it resumes.
+    If a file is corrupted, the exit code is 1, and the message names the corrupted record. An incomplete last record is
+    not an error, because a server truncates it when it resumes.
 
     Example: `manifoldagg inspect runs/server.journal --records`
     """
@@ -76,15 +77,15 @@ def inspect_command(
 
 @dataclass
 class Summary:
-    """The summary of a checkpoint or a journal that `inspect` prints.
+    """The summary of a checkpoint or a journal that the command `inspect` prints.
 
     - `version`: the version of the model after the last record.
     - `num_updates`: the number of accepted updates, or `None` if the file does not contain it.
     - `clients`: the clients with a ticket, an update or a weight.
-    - `staleness`: the number of accepted updates by staleness.
-    - `counts`: the number of rejections by invalid field.
-    - `records`: the number of records by kind.
-    - `damage`: the message about a corrupted file.
+    - `staleness`: the number of accepted updates with each staleness.
+    - `counts`: the number of rejections for each invalid field.
+    - `records`: the number of records of each kind.
+    - `damage`: the error message if the file is corrupted, otherwise empty.
     """
 
     path: Path
@@ -159,7 +160,9 @@ class Summary:
 
 
 def read(path: Path, summary: Summary) -> Iterator[dict[str, Any]]:
-    """Read a checkpoint or a journal into a summary, and yield the rows of its history or its records.
+    """Read a checkpoint or a journal, and add its content to `summary`.
+
+    For a checkpoint, the function yields the rows of the history. For a journal, it yields the records.
 
     Raises:
         ArgumentError: if the path is neither a checkpoint nor a journal.
@@ -218,7 +221,7 @@ def _records(segments: Sequence[Segment], summary: Summary) -> Iterator[StoredRe
 
 
 def _read_head(path: Path, file: BufferedReader, summary: Summary) -> tuple[str, dict[str, Any]]:
-    """Read the first tensor file of a file, add its content to the summary, and return its kind and content."""
+    """Read the header of a file, add it to the summary, and return its kind and content."""
     try:
         metadata, tree = tensor_file.load_structure(file, os.fstat(file.fileno()).st_size)
     except CheckpointError as error:

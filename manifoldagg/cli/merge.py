@@ -72,12 +72,12 @@ def merge_command(
         bool, typer.Option("--resume/--no-resume", help="Continue an interrupted merge, or start it again.")
     ] = True,
 ) -> None:
-    """Average checkpoints that do not fit in memory.
+    """Average model checkpoints that do not fit in memory.
 
-    The command reads the checkpoints at most twice and uses constant memory. It prints the distances of the mean to the
-    checkpoints. It writes the distances for each tensor to `certificate.json`.
+    The command reads each checkpoint at most twice and uses constant memory. It prints the distances between the
+    average and the checkpoints, and writes the distances for each tensor to `certificate.json`.
 
-    To continue an interrupted merge, repeat the same command. The result is created or replaced only when it is
+    To continue an interrupted merge, repeat the same command. The output is created or replaced only when the merge is
     complete.
 
     Example: `manifoldagg merge a.safetensors b.safetensors --method karcher --out mean.safetensors`
@@ -156,7 +156,7 @@ def parse_manifold(text: str) -> tuple[str, Any]:
 
 
 def plan_table(plan: MergePlan) -> Table:
-    """Format what a merge reads and writes."""
+    """Format the files and the number of bytes that a merge reads and writes."""
     grid = new_table("merge", "", title=Text(str(plan.out)))
     seconds = plan.estimate_seconds()
     for name, value in (
@@ -173,7 +173,7 @@ def plan_table(plan: MergePlan) -> Table:
 
 
 def certificate_table(info: MergeInfo) -> Table:
-    """Format the certificates of the model, and of the tensors with the largest relative distances from the models."""
+    """Format the certificates of the whole model and of the tensors that differ most."""
     heads = ("largest\ndistance", "residual", "to the\narithmetic mean", "rounding\nerror", "largest\nangle, °")
     grid = new_table("tensor", "norm", *heads)
     ordered = sorted(info.tensors, key=_relative_distance, reverse=True)

@@ -49,10 +49,10 @@ def route_command(
 ) -> None:
     """Compute the optimal routing of tasks to clients with queueing theory.
 
-    The clients are queues in a closed network. For each group of clients, the command prints the share of the tasks,
-    the mean queue length and the staleness of the updates. It also prints the throughput and the bound for three
-    routings: the optimal routing, the uniform routing, and the routing in proportion to speed. The command writes
-    routing.csv and routing.png.
+    The clients are the queues of a closed network. For each group of clients, the command prints the share of the
+    tasks, the mean queue length and the staleness of the updates. It also prints the throughput and the convergence
+    bound of three routings: the optimal routing, the uniform routing, and the routing in proportion to the clients'
+    speeds. The command writes the optimal routing to routing.csv, and a plot to routing.png.
 
     Example: `manifoldagg route --rates rates.csv --concurrency 100 --objective time --rate 0.01 --out routing.csv`
     """
@@ -74,14 +74,14 @@ def route_command(
 def objective_bound(
     objective: str, rates: np.ndarray, concurrency: int, *, num_updates: int, **constants: float
 ) -> Bound:
-    """Return the bound for an objective, which is H for "time" and G for "update"."""
+    """Return the convergence bound for an objective, `"time"` or `"update"`."""
     if check_choice("objective", objective, ("time", "update")) == "time":
         return TimeBound(rates, concurrency, **constants, rounds=1)
     return UpdateBound(rates, concurrency, **constants, num_updates=num_updates)
 
 
 def routing_tables(plan: Plan) -> tuple[Table, Table]:
-    """Format the groups of clients under the best routing, and a comparison of the three routings."""
+    """Format the groups of clients under the optimal routing, and the three routings."""
     title = f"{len(plan.clients.names)} clients, {plan.bound.concurrency} tasks"
     groups = new_table("group", "clients", "rate", "share of each", "mean queue", "relative delay", title=title)
     for g in plan.groups():
