@@ -1,12 +1,14 @@
-"""Geometry for asynchronous federated optimisation: correct stale updates, step along learned curves, average.
+"""Geometry for asynchronous federated optimisation.
 
-The library does three things to models:
+In asynchronous federated learning, a client often returns its update after the model on the server has changed. The
+library provides three operations for such updates:
 
 - *Correct*: map a stale client update to the tangent space of the current model.
-- *Step*: move the model along the curve that the update describes.
-- *Average*: compute means of models.
+- *Step*: move the model along the curve that a client update describes.
+- *Average*: compute a weighted mean of models.
 
-The names in `__all__` and the following packages are loaded when they are first accessed: `manifoldagg.averaging`,
+`import manifoldagg` is fast, because the library loads the names in `__all__` and the following packages only when they
+are first accessed: `manifoldagg.averaging`,
 `.corrections`, `.curves`, `.errors`, `.experiments`, `.federated`, `.integrations`, `.kernels`, `.manifolds`, `.optim`,
 `.routing`, `.simulation`, `.testing`, and `.rules`, which is `manifoldagg.federated.rules`.
 """

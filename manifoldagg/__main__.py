@@ -1,4 +1,8 @@
-"""The entry point of `python -m manifoldagg` and of the script: SIGINT is handled before other imports."""
+"""Entry point of `python -m manifoldagg` and of the command `manifoldagg`.
+
+The module handles SIGINT (Ctrl-C) before it imports other modules, so Ctrl-C during these imports ends the process
+without a traceback.
+"""
 
 import os
 

@@ -1,4 +1,8 @@
-"""Compression of tensors: byte planes, which group bytes by significance, and rounding within an error bound."""
+"""Lossless compression of tensors, and rounding of their entries within an error bound.
+
+The lossless compression groups the bytes of all numbers by their significance, because bytes of the same significance
+are often similar.
+"""
 
 import math
 from typing import Any
@@ -22,9 +26,13 @@ COMPRESSION_LEVEL = 1
 
 
 def round_to_grid(x: Tensor, error: float) -> Tensor:
-    """Round to multiples of a power of two. The scaling is exact in floating point, so the error bound is strict."""
+    """Round the entries of a tensor to multiples of a power of two, so that no entry changes by more than `error`.
+
+    Integer tensors, 8-bit tensors and entries that are not finite are returned unchanged.
+    """
     if not x.is_floating_point() or x.itemsize == 1:
         return x
+    # A division by a power of two is exact in floating point, so the error bound is strict.
     step = math.ldexp(1.0, math.frexp(2 * error)[1] - 1) if error < 2.0**1000 else 2.0**1000
     wide = x if x.itemsize > 2 else x.float()
     near = (wide / step).round_().mul_(step).to(x.dtype)
@@ -32,14 +40,34 @@ def round_to_grid(x: Tensor, error: float) -> Tensor:
 
 
 def compress_planes(data: memoryview, width: int) -> bytes:
-    """Compress the bytes, grouped by their position in a number. Pad the result to satisfy `MAX_COMPRESSION_RATIO`."""
+    """Compress an array of numbers with zstandard, after grouping its bytes by their position in a number.
+
+    Args:
+        data: the bytes of the numbers.
+        width: the number of bytes of each number.
+
+    Returns:
+        The compressed bytes. If they are shorter than the input by more than a factor of `MAX_COMPRESSION_RATIO`, they
+        are padded with zeros.
+    """
     planes = np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(-1, width).T)
     made: bytes = _import_zstandard(ArgumentError).ZstdCompressor(COMPRESSION_LEVEL).compress(planes.data)
     return made.ljust(-(-data.nbytes // MAX_COMPRESSION_RATIO), b"\0")
 
 
 def decompress_planes(data: np.ndarray, out: np.ndarray, width: int) -> None:
-    """Decompress the result of `compress_planes` in pieces, after checking the declared number of bytes."""
+    """Decompress the result of `compress_planes` into an array.
+
+    The function limits its memory consumption, because the compressed bytes may come from an untrusted source.
+
+    Args:
+        data: the result of `compress_planes`.
+        out: the array for the decompressed bytes.
+        width: the number of bytes of each number.
+
+    Raises:
+        ValueError: if the number of decompressed bytes differs from the size of `out`.
+    """
     zstandard = _import_zstandard(WireError, "wire: ")
     if zstandard.frame_content_size(data.data) != len(out):
         raise ValueError("a compressed entry of another size")

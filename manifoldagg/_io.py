@@ -44,14 +44,15 @@ _CLOSERS: "dict[int, weakref.finalize[..., Any]]" = {}
 
 @contextmanager
 def atomic_write(path: Path, *, keep: int = 1, is_synced: bool = False) -> Iterator[Path]:
-    """Yield a temporary path, the draft, which replaces the file or folder at `path` when the `with` block ends.
+    """Replace a file or folder with new content that the `with` block writes to a temporary path, the draft.
 
-    The replacement is atomic: even after a crash, a reader finds either the old or the new content. The function syncs
-    the draft and the parent folder of `path` to the disk. If the block raises an exception, the function removes the
-    draft.
+    When the block ends, the function syncs the draft to the disk and moves it to `path`. If the block raises an
+    exception, the function removes the draft, and `path` does not change.
 
-    If the process is killed, the next call for the same path removes the draft. If the process was killed while it
-    replaced a folder, the next call also restores the old folder.
+    - The replacement of a file is atomic. Even after a crash, a reader finds either the old file or the new file.
+    - The replacement of a folder takes two renames. If the process is killed between them, the folder is missing until
+      the next call for the same path restores it.
+    - If the process is killed inside the block, the next call for the same path removes the draft.
 
     Args:
         path: the path of the file or folder to replace.
@@ -106,13 +107,19 @@ def sync(path: Path) -> None:
 
 
 def older_files(path: Path) -> list[Path]:
-    """Return the older files (`path.1`, `path.2`, …) that `atomic_write` has kept, from newest to oldest."""
+    """Return the older versions of a file, from newest to oldest.
+
+    The function `atomic_write` keeps older versions next to the file, as `path.1`, `path.2` and so on.
+    """
     found = [name for name in path.parent.glob(f"{glob.escape(path.name)}.*") if name.suffix[1:].isdecimal()]
     return sorted(found, key=lambda name: int(name.suffix[1:]))
 
 
 def check_path(path: str | Path) -> Path:
-    """Check that `path` can be the path of a file, and return the absolute path with symbolic links resolved.
+    """Check that `path` is the path of a file in an existing folder. The file itself need not exist.
+
+    Returns:
+        The absolute path, with symbolic links resolved.
 
     Raises:
         ArgumentError: if the parent folder does not exist, or if the path is a folder.
@@ -127,7 +134,7 @@ def check_path(path: str | Path) -> Path:
 
 @contextmanager
 def os_errors(message: str) -> Iterator[None]:
-    """Convert a system error in the block of a `with` statement to a `CheckpointError` with this message."""
+    """Convert an `OSError` that the `with` block raises to a `CheckpointError` that begins with `message`."""
     try:
         yield
     except OSError as error:
@@ -159,12 +166,12 @@ def write_all(write: Callable[[memoryview], int], data: memoryview, checksum: in
 
 
 class FileLock:
-    """An exclusive file lock, which is held until the object is closed or deleted.
+    """An exclusive lock on a file, which is held until the object is closed or deleted.
 
-    - The lock file has mode 0600. It is not removed when the lock is released.
+    - The constructor creates the lock file with mode 0600. The file remains after the lock is released.
     - If the process is killed, the operating system releases the lock.
-    - A child of `os.fork` does not inherit the lock.
-    - If the file system does not support locks, the object locks nothing.
+    - A child process of `os.fork` does not inherit the lock.
+    - If the file system does not support locks, the constructor succeeds without locking the file.
 
     Raises:
         BlockingIOError: if another process or another lock of this process has locked the file.
@@ -184,15 +191,17 @@ class FileLock:
 
 
 def close_with(owner: object, file: int) -> "weakref.finalize[..., Any]":
-    """Return a function that closes a file descriptor, and call this function when `owner` is deleted.
+    """Close a file descriptor automatically when the object `owner` is deleted.
 
-    The descriptor stays open at the end of the process, because threads and `atexit` functions may still write to it.
-    If the descriptor were closed, the next opened file could get the same number and receive these writes.
+    In a child process of `os.fork`, the descriptor refers to the null device instead of the file. The child therefore
+    neither keeps a lock on the file nor writes to it.
 
-    In a child of `os.fork`, the descriptor is redirected to the null device. Otherwise, the child would keep a lock on
-    the file. The number of the descriptor stays in use, so that the child cannot write to another file by mistake.
+    Returns:
+        A function that closes the descriptor earlier.
     """
     close = weakref.finalize(owner, _close, file)
+    # At the end of the process, threads and `atexit` functions may still write to the descriptor. If it were closed, a
+    # file that is opened later could get the same number and receive these writes.
     close.atexit = False
     _CLOSERS[file] = close
     return close
@@ -255,7 +264,10 @@ def _draft_folder(path: Path) -> Iterator[Path]:
 
 
 def _lock_folder(folder: Path) -> int:
-    """Return a descriptor that locks a new folder, or -1 if another process has already removed the folder."""
+    """Lock a new folder, and return its file descriptor.
+
+    The result is -1 if another process removed the folder before this process locked it.
+    """
     if sys.platform == "win32":  # Windows does not open folders.
         return os.open(os.devnull, os.O_RDONLY)
     try:
@@ -270,7 +282,7 @@ def _lock_folder(folder: Path) -> int:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the drafts of killed processes, and restore a folder that a killed process was replacing."""
+    """Remove the temporary files that killed processes left for `path`, and move a replaced folder back to `path`."""
     for folder in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}{DRAFT_SUFFIX}"):
         # Another process may have removed the draft or may be using it, or the access may not be permitted.
         with suppress(OSError):
@@ -297,7 +309,10 @@ def _remove(folder: Path) -> None:
 
 
 def _flock(file: int, *, blocking: bool = False) -> bool:
-    """Lock a file exclusively until its descriptor is closed, and return whether the file system supports locks.
+    """Lock an open file exclusively until its descriptor is closed.
+
+    Returns:
+        Whether the file is locked. The result is `False` if the system does not support locks.
 
     Raises:
         BlockingIOError: if `blocking` is not set and the file is already locked.
@@ -314,7 +329,11 @@ def _flock(file: int, *, blocking: bool = False) -> bool:
 
 
 def _rotate(path: Path, keep: int, folder: Path) -> None:
-    """Rename `path.1` to `path.2` and so on, and add the name `path.1` to the file at `path`, which keeps its name."""
+    """Keep the current file at `path` as `path.1`, after renaming `path.1` to `path.2` and so on.
+
+    The file also remains at `path`, because `path.1` is a hard link to it. If the file system does not support hard
+    links, `path.1` is a copy.
+    """
     latest = _backup_path(path, 1)
     if keep == 1 or not path.exists() or (latest.exists() and path.samefile(latest)):
         return
@@ -342,6 +361,7 @@ def _close(file: int) -> None:
 
 
 def _release_in_child() -> None:
+    # The number of each descriptor stays in use, so that the child cannot write to another file by mistake.
     null = os.open(os.devnull, os.O_RDWR)
     for file, close in _CLOSERS.items():
         if close.alive:

@@ -1,11 +1,11 @@
-"""JSON encoding of trees of plain values and tensors.
+"""JSON encoding of nested dicts, lists and tuples of plain values and tensors.
 
-A value that JSON cannot represent is encoded as a JSON object with a single name, which begins with `$`:
+A value without a JSON counterpart is encoded as a JSON object with a single key, which states the type of the value:
 
 - `$tuple`: a tuple, encoded as a list.
 - `$bytes`: bytes, encoded as base64 text.
 - `$float`: an infinite number or a NaN, encoded as text.
-- `$dict`: a dict with a key that is an integer or begins with `$`, encoded as a list of pairs of keys and values.
+- `$dict`: a dict with an integer key or a key that begins with `$`, encoded as a list of `[key, value]` pairs.
 - `$tensor`: a tensor, encoded as a reference. The caller stores the tensor and chooses the reference.
 """
 
@@ -74,7 +74,11 @@ def encode(
 
 
 def _write_json(node: Any, large: set[int]) -> str:
-    """Convert a value to JSON. Large values are converted in pieces, because `json.dumps` blocks all other threads."""
+    """Convert an encoded value to JSON text.
+
+    The set `large` contains the `id` of each large list and dict. Their items are converted by separate calls of
+    `json.dumps`, because a single long call would block all other threads.
+    """
     if id(node) not in large:
         return json.dumps(node)
     if isinstance(node, list):
@@ -164,7 +168,9 @@ class _Encoder:
 
 
 def decode(node: Any, load_tensor: Callable[[Any], Any], *, is_bounded: bool = False, depth: int = 0) -> Any:
-    """Decode a tree that `encode` has encoded. For an invalid value, the function raises an exception of any type.
+    """Decode a tree from the parsed JSON text that `encode` returned.
+
+    If the JSON value is invalid, the function raises an exception. The type of this exception is not specified.
 
     Args:
         node: the parsed JSON value.
@@ -205,7 +211,16 @@ def decode(node: Any, load_tensor: Callable[[Any], Any], *, is_bounded: bool = F
 
 
 def parse_json(text: str, *, is_bounded: bool = False) -> Any:
-    """Parse JSON. If the text is invalid, or contains duplicate names or non-finite numbers, raise an exception."""
+    """Parse a JSON text, and reject duplicate names and non-finite numbers, which `json.loads` accepts.
+
+    Args:
+        text: the JSON text.
+        is_bounded: whether to reject texts that exceed the limits for untrusted data.
+
+    Raises:
+        ValueError: if the text is rejected or is not valid JSON.
+        RecursionError: if the text is nested too deeply.
+    """
     if is_bounded:
         check_bounds(text)
     return json.loads(text, object_pairs_hook=_reject_duplicate_names, parse_constant=_reject_constant)

@@ -1,4 +1,7 @@
-"""One-line representations of results: floats with three significant digits, and tensors by their shapes."""
+"""One-line representations of result objects.
+
+A representation contains floats with three significant digits, and the shapes of tensors instead of their entries.
+"""
 
 from collections.abc import Mapping
 from typing import Any

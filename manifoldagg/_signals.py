@@ -1,6 +1,7 @@
-"""Signal handling of the command line: SIGINT (Ctrl-C) ends the process immediately, or after cleanup.
+"""Handling of the signals SIGINT (Ctrl-C) and SIGTERM by the command line.
 
-The cleanup runs only if the signal arrives inside `graceful_shutdown`.
+By default, SIGINT ends the process immediately. Inside a `graceful_shutdown` block, SIGINT and SIGTERM raise an
+exception instead, so that cleanup code runs before the process ends.
 """
 
 import os
@@ -20,42 +21,46 @@ FINALISER_DELAY = 0.01
 
 
 class Interrupt(KeyboardInterrupt):
-    """Exception for a SIGINT inside `graceful_shutdown`.
+    """The exception that SIGINT raises inside a `graceful_shutdown` block.
 
-    A plain `KeyboardInterrupt` cannot replace this class: if one passes through `exec`, Python ends the process by the
-    signal.
+    The exception is not a plain `KeyboardInterrupt`, because of the exit code. If a plain `KeyboardInterrupt` passes
+    through `exec`, Python kills its own process with SIGINT and ignores the exit code of the program.
     """
 
 
 def exit_immediately(*_: object) -> NoReturn:
     """Print a message and end the process immediately.
 
-    Raising an exception would be less reliable, because an import in progress can suppress it.
+    The function does not raise an exception, because a running import can suppress exceptions.
     """
     os.write(2, b"interrupted\n")
     os._exit(SIGINT_EXIT_CODE)
 
 
 def exit_on_sigint() -> None:
-    """Make SIGINT end the process immediately, unless the process ignores SIGINT or has its own handler."""
+    """Make SIGINT end the process immediately.
+
+    If the process ignores SIGINT or has installed its own handler, the function changes nothing.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_immediately)
 
 
 def raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise `Interrupt`. During a finaliser (`__del__`), which would suppress the exception, raise it later."""
+    """Raise `Interrupt`, but not before a running finaliser (`__del__`) has ended."""
     if not _postpone_in_finaliser(number, frame):
         raise Interrupt
 
 
 def exit_on_signal(number: int, frame: FrameType | None) -> None:
-    """Raise `SystemExit`. During a finaliser (`__del__`), which would suppress the exception, raise it later."""
+    """Raise `SystemExit`, but not before a running finaliser (`__del__`) has ended."""
     if not _postpone_in_finaliser(number, frame):
         sys.exit(128 + number)
 
 
 def _postpone_in_finaliser(number: int, frame: FrameType | None) -> bool:
-    """Return whether a finaliser is running. If so, send the signal again after `FINALISER_DELAY` seconds."""
+    """Return whether a finaliser is running. In this case, schedule the same signal again."""
+    # A finaliser suppresses all exceptions, so a signal handler must not raise one there.
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     if frame is not None:
@@ -67,12 +72,13 @@ def _postpone_in_finaliser(number: int, frame: FrameType | None) -> bool:
 
 @contextmanager
 def graceful_shutdown(message: str | Callable[[], str] = "interrupted") -> Iterator[None]:
-    """Raise an exception on SIGINT or SIGTERM in the `with` block, so that cleanup code runs before the process ends.
+    """Run cleanup code before SIGINT or SIGTERM ends the process.
 
-    Without the cleanup, a signal could leave a file partially written. After the cleanup:
+    Each of these signals raises an exception in the `with` block. The `finally` clauses and context managers of the
+    block then run, and can for example remove partially written files. Afterwards, the process ends:
 
-    - For SIGINT, the process prints `message` to stderr and ends with exit code 130.
-    - For SIGTERM, the process ends with exit code 143.
+    - After SIGINT, it prints `message` to stderr, and its exit code is 130.
+    - After SIGTERM, its exit code is 143.
 
     Args:
         message: the message for SIGINT, or a function that returns the message.

@@ -12,11 +12,11 @@ MIN_PARALLEL_SIZE = 2**22
 
 
 def prefers_numpy(tensor: Tensor) -> bool:
-    """Return whether a computation on a tensor should use NumPy, with one thread, instead of PyTorch.
+    """Return whether a computation on a tensor should use single-threaded NumPy instead of PyTorch.
 
-    For a tensor of medium size, PyTorch uses several threads, although one thread would be equally fast. If other
-    processes use the CPU, the call can then take 10 milliseconds instead of 20 microseconds. NumPy uses only the thread
-    of the caller.
+    For a tensor of medium size, PyTorch uses several threads, although one thread would be equally fast. Waiting for
+    these threads is slow if other processes also use the CPU. A call can then take 10 milliseconds instead of 20
+    microseconds.
     """
     if (
         torch.get_num_threads() == 1

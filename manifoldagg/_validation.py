@@ -59,9 +59,9 @@ T = TypeVar("T")
 
 
 def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
-    """Represent a value in one line of an error message.
+    """Return a short representation of a value for an error message.
 
-    - Long representations are truncated to `max_length` characters.
+    - The representation is one line of at most `max_length` characters.
     - Models, tensors and containers of them are represented by their type and size.
     - If the `repr` of the value raises an exception, the result contains only the name of the type.
 
@@ -91,7 +91,10 @@ def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
 
 
 def _summary(value: Any) -> str:
-    """Return the type and size of a module, tensor, array or a container of them, or "" for other values."""
+    """Return the type and size of a module, a tensor, an array, or a container of such objects.
+
+    The result is "" for any other value, and for a tensor or an array without dimensions.
+    """
     kind = type(value)
     if issubclass(kind, torch.nn.Module):
         return f"{kind.__name__} with {sum(map(Tensor.numel, value.parameters())):,} parameters"
@@ -154,7 +157,7 @@ def check_number(
 
 
 def check_decay(name: str, value: SupportsFloat) -> float:
-    """Check that `value` is a number in [0, 1), such as the decay of a moving average, and return it.
+    """Check that `value` is a number in [0, 1), for example the decay of a moving average. Return it as a float.
 
     Raises:
         ArgumentError: if `value` is not a number or is outside [0, 1).
@@ -235,7 +238,7 @@ def check_instance(name: str, value: object, kind: type[T], hint: str = "") -> T
 
 
 def closest_match(word: object, choices: Collection[object]) -> str | None:
-    """Return the element of `choices` whose spelling is closest to `word`, or `None` if no element is similar.
+    """Return the string in `choices` whose spelling is closest to `word`, or `None` if no string is similar.
 
     Example:
         >>> closest_match("fedasink", ("fedgs", "fedasync"))
@@ -249,7 +252,9 @@ def closest_match(word: object, choices: Collection[object]) -> str | None:
 
 
 def other_type_hint(value: object, known: Collection[object]) -> str:
-    """Return a hint if `value` is an `int` and `known` contains it as a `str`, or vice versa. Otherwise, return "".
+    """Suggest the element of `known` that differs from `value` only in its type, such as `"1"` instead of `1`.
+
+    The suggestion is a part of an error message. If `known` contains no such element, the result is "".
 
     Example:
         >>> other_type_hint(1, {"1": 10}), other_type_hint("2", {"1": 10})
@@ -318,7 +323,10 @@ def _named_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 def suggests_keywords(
     name: str, *forwards_to: Callable[..., Any], moved: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that makes the `TypeError` for an unknown keyword suggest the closest known keyword.
+    """Return a decorator that improves the error message for an unknown keyword argument.
+
+    If a caller of the decorated function misspells a keyword, the `TypeError` suggests the known keyword with the
+    closest spelling.
 
     Args:
         name: the name of the decorated function in the error message.
@@ -349,10 +357,10 @@ def suggests_keywords(
 
 
 class KeywordHints:
-    """Base class for dataclasses whose `TypeError` for an unknown keyword suggests the closest known keyword.
+    """Base class for dataclasses that improves the error message for an unknown keyword argument.
 
-    The check runs in `__new__`, so the generated `__init__` and its signature stay unchanged. `copy` and `pickle` call
-    `__new__` without arguments, so they skip the check.
+    If a caller of the constructor misspells a keyword, the `TypeError` suggests the known keyword with the closest
+    spelling.
 
     Example:
         >>> from dataclasses import dataclass
@@ -366,6 +374,8 @@ class KeywordHints:
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
+        # The check is not in `__init__`, so that the generated `__init__` and its signature stay unchanged. `copy` and
+        # `pickle` call `__new__` without arguments, so they skip the check.
         known = keywords_of(cls.__init__) if options else None
         if known is not None:
             check_keywords(cls.__name__, options, known)
@@ -373,7 +383,9 @@ class KeywordHints:
 
 
 def rename_argument(message: str, names: Mapping[str, str], prefix: str = "") -> str:
-    """Replace the name of an internal function's argument in an error message with the name of the user's argument.
+    """Replace the argument name at the start of an error message with the name that the user knows.
+
+    An internal function reports the names of its own arguments. A user knows only the arguments of the public function.
 
     Args:
         message: an error message that starts with the name of an argument and a colon.
@@ -396,10 +408,10 @@ def rename_argument(message: str, names: Mapping[str, str], prefix: str = "") ->
 
 @contextmanager
 def renamed_arguments(names: Mapping[str, str], prefix: str = "") -> Iterator[None]:
-    """Apply `rename_argument` to the message of an `ArgumentError` that the `with` block raises.
+    """Rename an argument in the message of an `ArgumentError` that the `with` block raises.
 
-    An internal function reports the names of its own arguments, but a user knows only the arguments of the public
-    function.
+    A public function wraps its calls of internal functions in this block. The error messages then contain the argument
+    names of the public function. The arguments of this function are those of `rename_argument`.
 
     Example:
         >>> with renamed_arguments({"start": "model"}):
@@ -416,11 +428,12 @@ def renamed_arguments(names: Mapping[str, str], prefix: str = "") -> Iterator[No
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that reports the user's source line.
+    """Issue a warning that reports the line of the user's code that called the library.
 
-    This line belongs to the innermost stack frame outside of `INTERNAL_PACKAGES`. A fixed `stacklevel` would be wrong,
-    because public functions with different numbers of decorators run the same check.
+    This line belongs to the innermost stack frame outside of this package, PyTorch, beartype and jaxtyping.
     """
+    # A fixed `stacklevel` would be wrong, because public functions with different numbers of decorators call this
+    # function.
     frame = inspect.currentframe()
     level = 0
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in INTERNAL_PACKAGES:
@@ -430,7 +443,10 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def check_vector(name: str, values: np.ndarray | Sequence[float], *, at_least: float = -math.inf) -> np.ndarray:
-    """Check that `values` is a non-empty vector of finite numbers >= `at_least`, and return a float64 copy.
+    """Check that `values` is a non-empty vector of finite numbers, each of which is at least `at_least`.
+
+    Returns:
+        A copy of the vector in float64.
 
     Raises:
         ArgumentError: if `values` is not a non-empty vector of numbers, or if an entry is not finite or is below
@@ -491,7 +507,7 @@ def _describe_shape(shape: tuple[int | None, ...], batch: bool) -> str:
 def check_finite(name: str, tensor: Tensor) -> Tensor:
     """Check that all entries of `tensor` are finite, and return it.
 
-    The check reads the tensor once or twice, and allocates no temporary tensor of the same size.
+    The check reads the tensor once or twice. It copies only tensors of 8-bit floating-point dtypes.
 
     Raises:
         ArgumentError: if an entry is not finite. The message contains the value and the index of the first such entry.

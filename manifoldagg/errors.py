@@ -1,7 +1,7 @@
 """The exceptions and the warning category of the library.
 
 All errors that the library raises deliberately are subclasses of
-[`ManifoldAggError`][manifoldagg.errors.ManifoldAggError].
+[`ManifoldAggError`][manifoldagg.errors.ManifoldAggError], except the `TypeError` for an unknown keyword argument.
 """
 
 __all__ = [
@@ -19,7 +19,10 @@ __all__ = [
 
 
 class ManifoldAggError(Exception):
-    """Base class for all errors that this package raises deliberately, except the `TypeError` for unknown keywords."""
+    """Base class for all errors that this package raises deliberately.
+
+    The `TypeError` for an unknown keyword argument does not have this base class.
+    """
 
 
 class ArgumentError(ManifoldAggError, ValueError):
@@ -31,11 +34,11 @@ class StateDictError(ArgumentError):
 
 
 class RuleError(ManifoldAggError):
-    """An aggregation rule or one of its schedules returned an invalid result. The client's update is not the cause."""
+    """An aggregation rule, or a schedule of the rule, returned an invalid result for a valid client update."""
 
 
 class BusyError(ManifoldAggError):
-    """The server has reached a limit on tickets in flight or queued updates. The same call can succeed later."""
+    """The server has reached its limit on tickets in flight or on queued updates. A later call can succeed."""
 
 
 class DivergenceError(ManifoldAggError, ArithmeticError):
@@ -43,15 +46,23 @@ class DivergenceError(ManifoldAggError, ArithmeticError):
 
 
 class CheckpointError(ManifoldAggError):
-    """A value cannot be saved, or a saved file is invalid. The message names the file or the part of the state."""
+    """A value cannot be saved to a file, or a saved file is invalid.
+
+    The message names the file, or the part of the value that cannot be saved.
+    """
 
 
 class WireError(ManifoldAggError):
-    """A value cannot be serialized by `wire.pack`, or bytes are not a result of it. The message begins with `wire`."""
+    """A value cannot be serialized by `wire.pack`, or the bytes that `wire.unpack` receives are invalid.
+
+    The message begins with `wire`.
+    """
 
 
 class SpillError(ManifoldAggError):
-    """A tree of tensors cannot be written to a spill file, or its spill file was altered. The message names the folder.
+    """A server failed to move tensors from memory to a temporary file, called a spill file, or to load them again.
+
+    For example, the disk is full, or another program has altered the file.
 
     Args:
         message: the error message.
@@ -68,4 +79,7 @@ class SpillError(ManifoldAggError):
 
 
 class StabilityWarning(UserWarning):
-    """A learning rate exceeds the stability limit for the given concurrency. Training may diverge."""
+    """Training may diverge, because a learning rate exceeds the stability limit for the given concurrency.
+
+    The concurrency is the number of clients that train at the same time.
+    """

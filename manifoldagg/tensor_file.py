@@ -1,12 +1,13 @@
 """Tensor files: trees of plain values and tensors, stored as safetensors files with JSON metadata.
 
-Each tensor is an entry of the file. The name of the entry is the path of the tensor in the tree. The metadata contain:
+A tree consists of nested dicts, lists and tuples. Each tensor is an entry of the safetensors file, and the name of the
+entry is the path of the tensor in the tree. The metadata of the file contain:
 
 - the version of this format
 - the kind of the tree, which is a name such as `"rounds"` that the reader checks
 - the tree as JSON, with a reference in place of each tensor
-- the dtypes and shapes of entries that are compressed, or whose dtypes safetensors readers may not support
-- in a file, a checksum of all bytes
+- the dtypes and shapes of entries that are compressed, or whose dtypes some safetensors readers do not support
+- a checksum of all bytes, which is omitted in messages with the same format
 
 Reading a file does not execute code.
 """
@@ -68,7 +69,7 @@ MAX_SIZE = 2**62
 
 
 class TensorEntry(NamedTuple):
-    """Description of a stored tensor: its dtype and shape in memory, and the size and position of its stored bytes."""
+    """Description of a tensor in a file: its dtype and shape in memory, and the location of its stored bytes."""
 
     name: str
     dtype: torch.dtype
@@ -89,13 +90,14 @@ class TensorEntry(NamedTuple):
 
 
 def save(path: str | Path, kind: str, tree: Any, *, keep: int = 1) -> None:
-    """Write a tree to a file. The write is atomic and replaces an existing file.
+    """Write a tree to a file, and replace an existing file atomically.
 
-    The function writes the data to a temporary file, syncs this file to the disk, and renames it. Afterwards:
+    The function writes the data to a temporary file, syncs this file to the disk, and renames it to `path`:
 
-    - If the process is killed or the machine stops, either the old file or the new file exists.
-    - If the function raises an error, the old file exists. If the error occurs while the folder is synced, the new file
-      exists instead.
+    - If the process is killed or the machine stops, the path contains either the complete old file or the complete new
+      file.
+    - If the function raises an error, the path still contains the old file. If only the final sync of the folder fails,
+      the path already contains the new file.
     - Only the current user can read the new file.
 
     Args:
@@ -126,9 +128,10 @@ def save(path: str | Path, kind: str, tree: Any, *, keep: int = 1) -> None:
 
 
 def dumps(kind: str, tree: Any, buffer: bytearray | None = None) -> memoryview:
-    """Return the bytes of the file that `save` would write. The function `load_from` reads them.
+    """Serialize a tree to the bytes of the file that `save` would write.
 
-    The bytes are a copy, so later writes to the tensors do not change them.
+    The bytes are a copy, so later changes of the tensors do not affect them. The function `load_from` reads the tree
+    from a file with these bytes.
 
     Args:
         kind: the kind of the tree, a name that `load_from` checks.
@@ -198,9 +201,10 @@ def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: boo
 
 
 def load_structure(file: BufferedReader, size: int) -> tuple[dict[str, str], Any]:
-    """Read the metadata and the tree of a file, with the dtype and shape of each tensor in place of its values.
+    """Read the metadata and the tree of a file without its tensors.
 
-    The memory consumption does not depend on the sizes of the tensors.
+    The tree contains a string with the dtype and shape of each tensor in place of the tensor. The memory consumption
+    therefore does not depend on the sizes of the tensors.
 
     Args:
         file: the file. The function advances its position to the end of the tree.
@@ -239,9 +243,9 @@ def unique_name(path: TreePath, used: Container[str]) -> str:
 
 
 def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], *, is_bounded: bool = False) -> bytes:
-    """Return the header of a file, preceded by its length. The caller must write the bytes of the entries after it.
+    """Return the header of a tensor file, preceded by its length.
 
-    The bytes must follow in the order of `entries`.
+    To complete the file, the caller writes the bytes of the tensors after the header, in the order of `entries`.
 
     Raises:
         ValueError: if `is_bounded` is set and the header exceeds the limits for untrusted data.
@@ -273,10 +277,13 @@ def with_length(header: bytes) -> bytes:
 
 
 def parse_header(header: bytes | memoryview, *, is_bounded: bool = False) -> tuple[dict[str, str], list[TensorEntry]]:
-    """Parse a header, and return the metadata and the entries in the order of their bytes.
+    """Parse the header of a tensor file.
 
-    The function raises an exception if there are gaps between the bytes of the entries, or if the size of an
-    uncompressed entry does not match its dtype and shape.
+    The function raises an exception if the header is invalid. For example, a header must not declare gaps between the
+    tensors, and the size of an uncompressed tensor must match its dtype and shape.
+
+    Returns:
+        The metadata, and the descriptions of the tensors in the order of their bytes.
 
     Example:
         >>> header = make_header([TensorEntry("w", torch.complex64, [2], 16)], {"kind": "sums"})

@@ -1,4 +1,4 @@
-"""Serialization of messages, payloads, tickets and receipts to bytes.
+"""Serialization of the values that a server and its clients exchange: messages, payloads, tickets and receipts.
 
 The bytes have the format of a [tensor file][manifoldagg.tensor_file] without a checksum. If the caller of `pack` passes
 a `spec`, the tensors have the parameter names of the model, such as `start/0.weight`, `points/0/0.weight` and
@@ -59,9 +59,9 @@ def pack(
 ) -> bytes:
     r"""Serialize a message, a payload, a receipt or a ticket to bytes.
 
-    With `error=0`, tensors keep their dtypes and bits. With a `spec`, each model is stored as one tensor per parameter,
-    under the parameter's name. A ticket needs no `spec`, because it already contains its space. The space itself is not
-    serialized.
+    By default, the serialization preserves the dtype and each bit of a tensor. The option `error` allows rounding. With
+    the option `spec`, the bytes contain each model as one tensor per parameter, under the name of the parameter. A
+    ticket needs no `spec`, because it already contains the parameter space. The space itself is not serialized.
 
     Args:
         value: the value to serialize.
@@ -160,7 +160,9 @@ def unpack(data: bytes | bytearray | memoryview, *, spec: Spec | None = None) ->
 
 
 def ticket_of(data: bytes | bytearray | memoryview) -> str | None:
-    """Return the ticket identifier in packed bytes, or `None` if the bytes contain none. Read only the header.
+    """Return the ticket identifier that the result of `pack` contains, or `None` if it contains none.
+
+    The function reads only the header of the bytes, not the tensors.
 
     Args:
         data: the result of `pack`.
@@ -178,7 +180,7 @@ def ticket_of(data: bytes | bytearray | memoryview) -> str | None:
 
 
 class _TensorWriter:
-    """Collector of the tensors of a message, payload, receipt or ticket, which gives each tensor a unique name."""
+    """Collector of the tensors in a value that `pack` serializes. Each tensor gets a unique name."""
 
     def __init__(self, layout: Layout | None) -> None:
         self._layout = layout
@@ -212,7 +214,10 @@ class _TensorWriter:
 
 
 class _TensorReader:
-    """Reader of the tensors in packed bytes, which validates the whole header before it reads a tensor."""
+    """Reader of the tensors in the result of `pack`.
+
+    The constructor validates the complete header before any tensor is allocated.
+    """
 
     def __init__(self, view: memoryview, space: ParameterSpace | None = None) -> None:
         length = int.from_bytes(view[:8], "little")
@@ -240,7 +245,7 @@ class _TensorReader:
         return parse_json(self.metadata[name], is_bounded=True)
 
     def read_tensor(self, reference: Any) -> Tensor:
-        """Return the tensor for a reference. Models are assembled from the tensors of their parameters."""
+        """Read the tensor of a reference. A model is assembled from the tensors of its parameters."""
         if isinstance(reference, str):
             entry = self.unread_entries.pop(reference)
             return self._assemble([entry], entry.shape)
@@ -397,7 +402,7 @@ def _as_byte_view(data: Any) -> memoryview:
 
 @contextmanager
 def _as_wire_errors() -> Iterator[None]:
-    """Convert any exception in the `with` block to a `WireError` with a short message of one line."""
+    """Convert any exception that the `with` block raises to a `WireError` with a short one-line message."""
     try:
         yield
     except WireError:
