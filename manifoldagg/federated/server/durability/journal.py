@@ -43,7 +43,8 @@ class Journal(KeywordHints):
         fsync: the time at which the server syncs records to the disk with `fsync`.
 
             - `"always"`: a method that changes the server syncs its record before it returns. Concurrent calls share a
-              sync.
+              sync. If a signal handler or a finaliser calls such a method within a journal write, the interrupted write
+              syncs its record.
             - `"batch"`: the server syncs after every `fsync_every` records. If the process crashes, no record is lost.
               If the machine crashes, up to `fsync_every` of the latest records may be lost.
         fsync_every: the number of records per sync, for `"batch"`.
@@ -162,6 +163,7 @@ class JournalWriter:
         self._state = state
         self._write_lock = OwnedLock()
         self._has_failed = self._needs_checkpoint = False
+        self._was_reentered = False
         self._position: _Position | None = None
         self._close_segment: Callable[[], object] = int
 
@@ -205,16 +207,23 @@ class JournalWriter:
     def write(self) -> None:
         """Write the pending records to the file.
 
-        A signal handler or a finaliser may interrupt this method and call it again. The inner call returns immediately.
-        Records that the interrupted call does not write stay pending until the next call.
+        A signal handler or a finaliser may interrupt this method and call it again. The inner call returns immediately,
+        and the interrupted call writes the records of both calls.
 
         Raises:
             CheckpointError: if the records cannot be written. They stay pending, and the next call writes them.
         """
         log = self._state.value.pending_log
-        if log is not None and (log.records or self._has_failed) and not self.held_by_me():
-            with self._write_lock.lock:
-                self._guarded(self._write)
+        if log is None or not (log.records or self._has_failed):
+            return
+        if self.held_by_me():
+            self._was_reentered = True
+            return
+        with self._write_lock.lock:
+            self._write_pending()
+        # A call between the last check of `_write_pending` and the release of the lock also leaves a record pending.
+        if self._was_reentered:
+            self.write()
 
     def rotate(self, lsn: int) -> None:
         """Start a new journal file after a checkpoint, and delete the older files that the checkpoint replaces.
@@ -232,6 +241,9 @@ class JournalWriter:
                 self._delete_segments(lsn)
             except CheckpointError as error:  # No record is lost, because unwritten records stay pending.
                 LOG.error("%s", error)
+        if self._was_reentered:
+            with suppress(CheckpointError):  # `_guarded` logs the error.
+                self.write()
 
     def close(self) -> None:
         """Write and sync the pending records, and release the lock of the journal.
@@ -242,8 +254,7 @@ class JournalWriter:
         with self._write_lock.lock:
             try:
                 if self._position is not None:
-                    self._guarded(self._write)
-                    self._guarded(self._sync)
+                    self._write_pending(sync=True)
             finally:
                 self._position = None
                 self._close_segment()
@@ -281,6 +292,15 @@ class JournalWriter:
                 LOG.error("%s", error)
             raise
         self._has_failed = False
+
+    def _write_pending(self, *, sync: bool = False) -> None:
+        """Write the pending records, including those of calls that interrupt this method. `sync` also syncs them."""
+        self._was_reentered = True
+        while self._was_reentered:
+            self._was_reentered = False
+            self._guarded(self._write)
+            if sync:
+                self._guarded(self._sync)
 
     def _write(self) -> None:
         at = self._position

@@ -1289,3 +1289,44 @@ def test_new_server_does_not_replace_a_checkpoint(tmp_path):
     with pytest.raises(ArgumentError, match="checkpoint: .*already exists; resume with `Server.open`"):
         fresh(**files)
     assert (tmp_path / FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize("act", ["dispatch", "drop"])
+@pytest.mark.parametrize(
+    ("within", "fsync", "every"),
+    [
+        ("receive", "always", 1),
+        ("receive", "batch", 1),
+        ("save", "batch", 9),
+        ("close", "always", 1),
+        ("close", "batch", 9),
+    ],
+)
+def test_call_during_a_journal_write_is_durable_after_the_interrupted_call(
+    tmp_path, monkeypatch, act, within, fsync, every
+):
+    server = fresh(journal=Journal(tmp_path / LINES, fsync=fsync, fsync_every=every))
+    tickets = [server.dispatch(client) for client in "ab"]
+    calls = {
+        "receive": lambda: server.receive(tickets[0], answer(1)).check(),
+        "save": lambda: server.save(tmp_path / FILE),
+        "close": server.close,
+    }
+    synced = journal.os.fsync
+    seen = []
+
+    def handler(file):
+        synced(file)
+        if not seen and server._durability.journal.held_by_me():
+            seen.append(None)
+            if act == "dispatch":
+                server.dispatch("c")
+            else:
+                server.drop(tickets[1])
+            seen[0] = server.tickets
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.os, "fsync", handler)
+        calls[within]()
+    crash(server)
+    assert back(tmp_path, server).tickets == seen[0]
