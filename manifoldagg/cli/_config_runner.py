@@ -14,6 +14,7 @@ from rich.console import Console
 from manifoldagg.cli._console import UsageError
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import workloads
+from manifoldagg.experiments.compare import comparison_settings, method_settings
 from manifoldagg.experiments.config_file import command_lines, options_by_name
 from manifoldagg.experiments.datasets import DATASETS, load_dataset
 from manifoldagg.experiments.default_rates import methods_with_scaled_rates
@@ -22,17 +23,11 @@ from manifoldagg.experiments.report import read_report
 from manifoldagg.experiments.spec_parser import Spec, error_context, parse_literal, parse_spec
 from manifoldagg.experiments.tuning import with_rate
 from manifoldagg.experiments.weight_averaging import WeightAveraging
-from manifoldagg.experiments.workloads import referenced_files
-from manifoldagg.simulation.metadata import stable_repr, versions
+from manifoldagg.simulation.metadata import versions
 from manifoldagg.simulation.method import Method
 
 EXCLUDED_OPTIONS = ("config", "only", "name")
 """Options that a file must not contain."""
-SHARED_SETTINGS = (
-    *("clients", "num_updates", "partition", "holdout", "validation", "batch"),
-    *("scheduler", "delays", "availability", "task_cost", "concurrency", "buffer", "refill", "duration", "eval_every"),
-)
-"""Options that are settings of a comparison with the same name and value."""
 FILE_OPTIONS = ("data", "scheduler", "delays", "availability")
 """Options whose values may name a file."""
 
@@ -143,19 +138,14 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
                 chosen[place] = with_rate(method, tried["chosen"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    given = load_dataset(params["data"], params["model"], params["augment"])
-    expected = {name: params[name] for name in SHARED_SETTINGS} | {
-        "data": {"name": given.name, "checksum": f"{given.checksum:08x}"},
-        "model": stable_repr(given.model),
-        "target": given.target if params["target"] is None else params["target"],
-        "seeds": list(range(params["first_seed"], params["first_seed"] + params["seeds"])),
-        "averaging": None if params["swa"] is None else stable_repr(WeightAveraging.parse(params["swa"])),
-        "eval_starts": params["eval_starts"] or None,
-        "augment": stable_repr(given.augment),
-        "files": referenced_files(params["scheduler"], params["delays"], params["availability"]),
-        "methods": {one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in chosen},
+    given = {
+        **params,
+        "seeds": range(params["first_seed"], params["first_seed"] + params["seeds"]),
+        "averaging": None if params["swa"] is None else WeightAveraging.parse(params["swa"]),
     }
-    same = all(settings.get(name) == value for name, value in expected.items())
+    expected = comparison_settings(load_dataset(params["data"], params["model"], params["augment"]), given)
+    expected |= {"tuning": tuning, "methods": method_settings(chosen)}
+    same = settings == expected | {"clients_without_samples": settings.get("clients_without_samples")}
     return found if same and versions().items() <= stored_versions.items() else None
 
 

@@ -41,7 +41,7 @@ from manifoldagg.simulation.partitions import Partition
 from manifoldagg.simulation.schedulers import Scheduler, SchedulerFactory
 from manifoldagg.simulation.trace import TaskRecord
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "comparison_settings", "method_settings"]
 LANDSCAPE_AFTER = 0.5
 """The fraction of a run's updates after which the next learned curve is stored for the plot of its plane."""
 
@@ -204,7 +204,6 @@ def compare(
     _check_methods(methods)
     if tuning is not None:
         check_instance("tuning", tuning, Tuning, "Tuning(), or None")
-    target = check_number("target", dataset.target if target is None else target, at_least=0, at_most=1)
     if resume and folder is None:
         raise ArgumentError("resume: expected a `folder` to resume from")
     if isinstance(scheduler, Scheduler):
@@ -214,80 +213,128 @@ def compare(
         )
     if not (availability is None or callable(availability) or isinstance(availability, str)):
         availability = tuple(availability)
-    partition_name = stable_repr(partition)
-    if isinstance(partition, str):
-        partition = workloads.partition(partition)
     if isinstance(averaging, str):
         averaging = WeightAveraging.parse(averaging)
-    options: dict[str, Any] = {"num_updates": num_updates, "task_cost": task_cost, "concurrency": concurrency}
-    if refill is not None:
-        options["refill"] = refill
-    named: dict[str, Any] = {"scheduler": scheduler, "delays": delays, "availability": availability}
+    arguments = {
+        "clients": clients,
+        "num_updates": num_updates,
+        "seeds": used_seeds,
+        "partition": partition,
+        "holdout": holdout,
+        "validation": validation,
+        "batch": batch,
+        "target": target,
+        "scheduler": scheduler,
+        "delays": delays,
+        "availability": availability,
+        "task_cost": task_cost,
+        "concurrency": concurrency,
+        "eval_every": eval_every,
+        "duration": duration,
+        "buffer": buffer,
+        "refill": refill,
+        "averaging": averaging,
+        "eval_starts": eval_starts,
+    }
+    settings = comparison_settings(dataset, arguments)
+    names = ("num_updates", "task_cost", "concurrency", "refill", "duration")
+    options: dict[str, Any] = {name: value for name in names if (value := arguments[name]) is not None}
+    split = partial(
+        FederatedDataset.split,
+        dataset,
+        clients,
+        partition=workloads.partition(partition) if isinstance(partition, str) else partition,
+        holdout=holdout,
+        validation=validation,
+        batch=batch,
+    )
     with single_threaded(), shared_executor(executor) as workers, ExitStack() as stack:
-        split = partial(
-            FederatedDataset.split,
-            dataset,
-            clients,
-            partition=partition,
-            holdout=holdout,
-            validation=validation,
-            batch=batch,
-        )
         federations = [split(seed=seed) for seed in used_seeds]
-        files = referenced_files(*named.values())
         workload = workloads.parse_workload(scheduler, delays, availability)
         first = federations[0].trainable_clients
         if averaging is not None:
             methods = averaging.apply(methods, num_updates, first)
-        buffers = {method.name: _buffer_of(method, first, buffer) for method in methods}
-        if buffer is not None and not any(buffers.values()):
-            raise ArgumentError("buffer: expected a method with a buffer, such as fedbuff; omit buffer")
+        buffers = _buffers_of(methods, first, buffer)
         for federation in federations:
             for method in methods:
                 _check_startable(federation, method, workload, concurrency, buffers[method.name], refill)
         tuned: dict[str, object] | None = None
         if tuning is not None:
-            options_of_search = {**options, **named, "buffer": buffer, "executor": workers, "progress": progress}
-            options_of_search |= _given(duration=duration)
             methods, tuned = tuning.apply(
-                methods, split, validation=validation, used_seeds=used_seeds, **options_of_search
+                methods,
+                split,
+                validation=validation,
+                used_seeds=used_seeds,
+                **options,
+                scheduler=scheduler,
+                delays=delays,
+                availability=availability,
+                buffer=buffer,
+                executor=workers,
+                progress=progress,
             )
             # A tuned rate is the best rate at this concurrency.
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", StabilityWarning)
-        settings: dict[str, Any] = {
-            "data": {"name": dataset.name, "checksum": f"{dataset.checksum:08x}"},
-            "clients": clients,
-            "num_updates": num_updates,
-            "seeds": list(used_seeds),
-            "model": stable_repr(dataset.model),
-            "partition": partition_name,
-            "holdout": holdout,
-            "validation": validation,
-            "batch": batch,
-            "target": target,
-            **{name: stable_repr(value) for name, value in named.items()},
-            "files": files,
-            "task_cost": task_cost,
-            "concurrency": concurrency,
-            "eval_every": eval_every,
-            **_given(duration=duration, buffer=buffer, refill=refill, averaging=stable_repr(averaging)),
-            **_given(eval_starts=eval_starts or None, augment=stable_repr(dataset.augment)),
-            **_given(metrics=None if dataset.has_default_metrics else list(dataset.metrics)),
+        settings |= {
             "tuning": tuned,
-            "methods": {
-                one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in methods
-            },
+            "methods": method_settings(methods),
             "clients_without_samples": [sorted(set(range(clients)) - set(f.trainable_clients)) for f in federations],
         }
         stored = stack.enter_context(ComparisonProgress(Path(folder), settings, resume=resume)) if folder else None
-        options |= {**workload, "eval_every": eval_every, "eval_starts": eval_starts}
-        options |= {"duration": duration, "executor": workers}
+        options |= {**workload, "eval_every": eval_every, "eval_starts": eval_starts, "executor": workers}
         runner = _Runner(options, averaging, buffers, stored, progress, settings["methods"], first_seed)
         runs = {method.name: [runner.run(method, federation) for federation in federations] for method in methods}
         drawn = next((runner.curves[name] for name in runs if name in runner.curves), None)
         landscape = None if drawn is None else compute_landscape(federations[0], drawn)
     return Comparison(settings, runs, landscape)
+
+
+def comparison_settings(dataset: LabelledDataset, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a comparison that are known before it starts, as JSON values.
+
+    Optional settings that the comparison does not use are omitted.
+
+    Args:
+        dataset: the data set.
+        arguments: the arguments of [`compare`][manifoldagg.experiments.compare] that determine its results, by name.
+            `seeds` are the seeds instead of their number.
+
+    Raises:
+        ArgumentError: if the target is invalid.
+    """
+    target = arguments["target"]
+    named = {name: arguments[name] for name in ("scheduler", "delays", "availability")}
+    optional = {
+        **{name: arguments[name] for name in ("duration", "buffer", "refill")},
+        "averaging": stable_repr(arguments["averaging"]),
+        "eval_starts": arguments["eval_starts"] or None,
+        "augment": stable_repr(dataset.augment),
+        "metrics": None if dataset.has_default_metrics else list(dataset.metrics),
+    }
+    return {
+        "data": {"name": dataset.name, "checksum": f"{dataset.checksum:08x}"},
+        "clients": arguments["clients"],
+        "num_updates": arguments["num_updates"],
+        "seeds": list(arguments["seeds"]),
+        "model": stable_repr(dataset.model),
+        "partition": stable_repr(arguments["partition"]),
+        "holdout": arguments["holdout"],
+        "validation": arguments["validation"],
+        "batch": arguments["batch"],
+        "target": check_number("target", dataset.target if target is None else target, at_least=0, at_most=1),
+        **{name: stable_repr(value) for name, value in named.items()},
+        "files": referenced_files(*named.values()),
+        "task_cost": arguments["task_cost"],
+        "concurrency": arguments["concurrency"],
+        "eval_every": arguments["eval_every"],
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def method_settings(methods: Iterable[Method]) -> dict[str, dict[str, Any]]:
+    """Return the rules and the trainers of methods as JSON values, by the names of the methods."""
+    return {one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in methods}
 
 
 class _Runner:
@@ -368,15 +415,16 @@ def _check_methods(methods: Any) -> None:
         raise ArgumentError("methods: expected at least one method, and distinct names")
 
 
-def _given(**settings: Any) -> dict[str, Any]:
-    """Return the settings that are not `None`, because stored settings omit unused ones."""
-    return {name: value for name, value in settings.items() if value is not None}
-
-
-def _buffer_of(method: Method, clients: list[int], buffer: int | None) -> int | None:
-    """Return the argument `buffer` of a run: `None` for a rule without a buffer."""
-    with error_context(f"methods: {method.name}"):
-        return buffer if buffer is not None and has_buffer(method.bind(clients).rule) else None
+def _buffers_of(methods: Iterable[Method], clients: Sequence[int], buffer: int | None) -> dict[str, int | None]:
+    """Return the argument `buffer` of `run` for each method. It is `None` for a rule without a buffer."""
+    found: dict[str, int | None] = {}
+    for method in methods:
+        with error_context(f"methods: {method.name}"):
+            accepts = buffer is not None and has_buffer(method.bind(clients).rule)
+        found[method.name] = buffer if accepts else None
+    if buffer is not None and not any(found.values()):
+        raise ArgumentError("buffer: expected a method with a buffer, such as fedbuff; omit buffer")
+    return found
 
 
 def _check_startable(
@@ -407,7 +455,7 @@ def _run_to_dict(run_: RunResult) -> dict[str, object]:
     """Convert a run to JSON values. Each column of a table becomes a list."""
     return {
         "trace": _columns(TaskRecord, run_.trace),
-        **_given(starts=_columns(StartEvaluation, run_.starts) if run_.starts else None),
+        **({"starts": _columns(StartEvaluation, run_.starts)} if run_.starts else {}),
         "client_accuracy": run_.client_accuracy,
         "gini": run_.gini,
         "theil": run_.theil,
