@@ -1,9 +1,11 @@
-"""Linear algebra on parameter spaces that contain LoRA adapters.
+"""Linear algebra with the parameters of models that contain LoRA adapters.
 
-Each leaf of such a space is one tensor. It is either an ordinary parameter (a flat leaf) or the matrix of a LoRA
-adapter (a low-rank leaf). The sum of two low-rank matrices can have a higher rank. Linear combinations are therefore
-computed in the ambient vector space, which contains all matrices. The result is then projected to the nearest matrix of
-the given rank.
+The matrix of a LoRA adapter has a low rank, but the sum of two such matrices can have a higher rank. A linear
+combination is therefore computed in two steps. The first step computes the sum in the vector space of all matrices (the
+ambient space). The second step projects the sum onto the nearest matrix of the given rank.
+
+The code calls each tensor of a model a leaf. A flat leaf is an ordinary parameter, and a low-rank leaf is the matrix of
+an adapter.
 """
 
 import math
@@ -160,8 +162,9 @@ class AmbientSpace:
     ) -> tuple[Tensor, ...]:
         """Compute a linear combination of vectors that a server stores between rounds, such as a momentum.
 
-        The matrices of LoRA adapters (low-rank leaves) are truncated to the rank `state_rank`. This rank is usually
-        higher than the rank of a point, so that later sums of stored vectors are more accurate.
+        The matrix of each LoRA adapter is replaced by the nearest matrix of the rank `state_rank`, an option of the
+        manifold `LowRank`. By default, this rank is four times the rank of the adapter, so that later sums of stored
+        vectors are more accurate.
         """
         pieces = self._combine_flat(None, rows, coefficients, minus, dtype)
         truncations = []
@@ -183,12 +186,13 @@ class AmbientSpace:
     def tangent_lengths(self, rows: Sequence[Row], coefficients: Sequence[float], point: Tensor) -> tuple[float, float]:
         """Compute two norms that show how accurately a point approximates a linear combination of vectors.
 
-        If the point is the nearest point to the combination, their difference is orthogonal to the tangent space at the
-        point. The tangent component of the difference is then 0. Both norms include only the low-rank leaves, which
-        represent LoRA adapters.
+        The error is the combination minus the point. The first norm is the norm of the component of the error that is
+        tangent to the space at the point. It is 0 if the point is the nearest point to the combination. The second norm
+        is the norm of the combination, to which the first norm can be compared. Both norms include only the matrices of
+        LoRA adapters, and no other parameters.
 
         Returns:
-            The norm of the tangent component of the combination minus the point, and the norm of the combination.
+            The norm of the tangent component of the error, and the norm of the combination.
         """
         tangent_norms = [0.0]
         norms = [0.0]
@@ -205,13 +209,16 @@ class AmbientSpace:
         return math.hypot(*tangent_norms), math.hypot(*norms)
 
     def check(self, name: str, row: Any, like: Tensor) -> Row:
-        """Check that a vector is finite, and that its shape fits the space.
+        """Check that a vector is finite and has a valid shape, and return the vector.
 
-        A vector is one tensor with the shape of a point, or a tuple with one tensor for each leaf. In a tuple, the
-        matrices of low-rank leaves can have any rank.
+        Args:
+            name: the name of the vector in error messages.
+            row: the vector. It is one tensor with the shape of a point, or a tuple with one tensor for each leaf. In a
+                tuple, the factors of LoRA adapters can have any rank.
+            like: any point of the space.
 
         Raises:
-            ArgumentError: if the row is invalid.
+            ArgumentError: if the vector is invalid.
         """
         if isinstance(row, Tensor):
             return check_finite(name, check_shape(name, row, *like.shape))
@@ -372,14 +379,13 @@ class AmbientSpace:
         return joint, combinations
 
     def _basis(self, i: int, stacks: list[Tensor]) -> tuple[JointBasis, list[int]]:
-        """Compute a joint orthonormal basis for several low-rank matrices of leaf `i`.
-
-        If the previous basis of this leaf contains all matrices, it is reused, because computing a basis is expensive.
+        """Return orthonormal bases for the columns and for the rows of several low-rank matrices.
 
         Returns:
-            The basis, and the index of the core of each matrix in this basis.
+            The bases with the coordinates (cores) of all matrices, and the index of the core of each matrix.
         """
-        # `gram` and `combine` of one step use the same stacks, so the second call finds the basis of the first.
+        # Computing a basis is expensive, so the last basis of each leaf is cached. `gram` and `combine` of one step use
+        # the same stacks, so the second call finds the basis of the first.
         known, joint = self._joints.get(i, ([], None))
         indices = [_index_of(known, stack) for stack in stacks]
         if joint is None or None in indices:

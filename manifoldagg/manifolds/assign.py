@@ -1,7 +1,7 @@
 """Assignment of manifolds to the parameters of a model.
 
-A user assigns a manifold to a parameter by its name or by a glob pattern. A parameter of the library geoopt declares
-its own manifold. The declared manifold applies unless the user assigns another one.
+A user assigns a manifold to a parameter by its name or by a glob pattern. A `geoopt.ManifoldParameter` already has a
+manifold, which applies unless the user assigns another one.
 """
 
 import fnmatch
@@ -76,10 +76,10 @@ def assign_manifolds(
 
 
 def _fit_space(leaf: Entry, space: Any, name: str) -> Manifold:
-    """Return the manifold of a whole parameter, given the manifold that is assigned to it.
+    """Return the manifold of a parameter that can contain several points of the assigned manifold `space`.
 
-    If the parameter has more axes than a point of the assigned manifold, the result is a power of this manifold. For
-    example, a parameter of shape (10, 3) with the manifold `Sphere(3)` consists of 10 points of the sphere.
+    For example, a parameter of shape (10, 3) with the manifold `Sphere(3)` contains 10 points of the sphere. Its
+    manifold is the product of 10 spheres, `Power(Sphere(3), (10,))`.
     """
     if space is None:
         return Flat(leaf.size)

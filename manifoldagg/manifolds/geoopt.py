@@ -1,7 +1,7 @@
-"""Conversion of manifolds of the library geoopt to manifolds of this package.
+"""Conversion of geoopt manifolds (`geoopt.Manifold`) to manifolds of this package.
 
 If this package has an equivalent manifold, the conversion returns it. Otherwise, it returns a wrapper that calls the
-methods of geoopt.
+methods of the geoopt manifold.
 """
 
 import copy
@@ -141,18 +141,18 @@ def from_geoopt(
 
 @dataclass(frozen=True, repr=False)
 class FrozenGeooptManifold:
-    """An immutable and hashable copy of a geoopt manifold in float64, with its declared properties.
+    """An immutable and hashable copy of a geoopt manifold (`geoopt.Manifold`), in float64.
 
-    A geoopt manifold is a module, so its parameters can change later. The copy never changes. Two copies are equal if
-    their classes, numbers, tensors and declared properties are equal.
+    A geoopt manifold is a `torch.nn.Module`, so its parameters, such as a learned curvature, can change later. The copy
+    never changes. Two copies are equal if their classes and all their values are equal.
 
     Attributes:
         module: the copy of the geoopt manifold.
-        declared: the primitives whose geoopt formulas are correct, or `None` if this package has an equivalent
-            manifold.
+        declared: the names of the operations, such as `"exp"`, that the geoopt manifold computes correctly. `None` if
+            this package has an equivalent manifold, which replaces the geoopt manifold.
         radius: the injectivity radius, or `None` if it is unknown.
         symmetric: whether geodesic reflections are isometries.
-        content: the key by which copies are compared and hashed.
+        content: the class and the values of `module`, as a hashable key for comparisons.
     """
 
     module: Any = field(compare=False)
@@ -181,11 +181,13 @@ class FrozenGeooptManifold:
 
 @dataclass(frozen=True)
 class GeooptManifold(Manifold):
-    """A manifold that calls the methods of a geoopt manifold, for points of a fixed or variable size.
+    """A wrapper with which a geoopt manifold (`geoopt.Manifold`) can be used as a manifold of this package.
 
-    All primitives are computed in float64 and cast back. `random_point` calls geoopt with a seed that is drawn from the
-    given generator. `random_tangent` draws tangents that are standard normal in the metric. For this, it computes
-    geoopt's `inner` for all pairs of coordinates, so its cost grows at least quadratically with the size of a point.
+    - The wrapper calls the methods of the geoopt manifold in float64, and converts the results to the dtype of the
+      points.
+    - `random_point` seeds geoopt's random numbers from the given generator, so equal generators return equal points.
+    - `random_tangent` returns tangents that are standard normal in the metric. Its cost grows at least quadratically
+      with the size of a point, because it computes the inner products of all pairs of coordinate directions.
 
     Args:
         manifold: the geoopt manifold with its declared properties.
@@ -342,10 +344,9 @@ def _is_known(manifold: Any, *, has_claims: bool) -> bool:
 
 
 def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
-    """Return a frozen copy of a manifold whose class is one of geoopt's own classes.
+    """Return an immutable copy of a manifold that belongs to one of geoopt's own classes.
 
-    Some of these classes describe the same geometry, for example `Sphere` and `SphereExact`. The copies of such
-    manifolds have the same class, so that the copies compare equal.
+    Manifolds with the same geometry have equal copies. For example, the copy of a `SphereExact` is a `Sphere`.
 
     Raises:
         ArgumentError: if the curvature or the metric of the manifold is not supported.
@@ -372,7 +373,9 @@ def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
 
 
 def _freeze_declared(manifold: Any, capabilities: Collection[str] | None, radius: float | None) -> FrozenGeooptManifold:
-    """Return a frozen copy of a user-defined geoopt manifold, with the properties that a caller declares.
+    """Return an immutable copy of a `geoopt.Manifold` of a user-defined class.
+
+    Only the caller knows which operations of such a class are correct, and passes their names.
 
     Args:
         manifold: the manifold.

@@ -170,11 +170,7 @@ def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _squared_angles(cosine: Tensor, angles: Tensor, basis: Tensor) -> Tensor:
-    r"""Compute the matrix $S$ with $\cos\sqrt{S} = C$, with correct first and second derivatives.
-
-    The value of $S$ is computed from the eigenvectors of $C$, whose eigenvalues are the cosines of `angles`.
-    Eigenvectors have no derivatives if two angles are equal. The derivatives are therefore computed by two Newton
-    steps, which do not change the value.
+    r"""Compute the symmetric matrix $S$ with $\cos\sqrt{S} = C$, with correct first and second derivatives.
 
     Args:
         cosine: the matrix $C$, with derivatives.
@@ -185,6 +181,8 @@ def _squared_angles(cosine: Tensor, angles: Tensor, basis: Tensor) -> Tensor:
     half = (angles.unsqueeze(-1) - angles.unsqueeze(-2)) / 2
     # (cos a - cos b) / (a² - b²), written without a division by a difference of angles.
     slopes = -torch.sinc(mean / math.pi) * torch.sinc(half / math.pi) / 2
+    # The eigenvectors determine the value of S. They have no derivatives if two angles are equal, so two Newton steps
+    # compute the derivatives. The steps do not change the value.
     s = (basis * angles.square().unsqueeze(-2)) @ basis.mT
     for _ in range(2):
         residual = cosine - _cos_and_sinc(s)[0]

@@ -158,11 +158,15 @@ class PoincareBall(Manifold):
     def _mobius_add(
         self, x: Tensor, u: Tensor, shorten: Callable[[Tensor], Tensor], rest: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Compute the Möbius sum of the point `x` and a second point $p$ in the direction of the tangent `u`.
+        r"""Compute the Möbius sum $x \oplus p$ of the point `x` and a point $p$ in the direction of the tangent `u`.
 
-        `exp` and `retract` are such sums. They differ only in the length of $p$. With $v = u / (1 - |x|^2)$, the second
-        point is $p = s v$, and its norm is below 1. The argument `shorten` is a function that computes the factor $s$
-        from $|v|^2$. The argument `rest` is a function that computes $1 - |p|^2$ from $|v|^2$ without cancellation.
+        `exp` and `retract` are such sums. They differ only in the norm of $p$, which is always below 1.
+
+        Args:
+            x: points $x$.
+            u: tangents $u$ at $x$. In the unit ball, $p = s v$ with $v = u / (1 - |x|^2)$.
+            shorten: a function that computes the factor $s$ from $|v|^2$.
+            rest: a function that computes $1 - |p|^2$ from $|v|^2$ without cancellation.
         """
         a = self._to_unit_ball(x)
         v = self._to_unit_ball(u)

@@ -1,7 +1,7 @@
-"""Layouts, which describe how the tensors of a model are stored in one contiguous vector, called a point.
+"""Layouts, which describe how the parameters of a model are stored in one contiguous vector, called a point.
 
-A layout contains the name, the shape and the dtype of each tensor. It also states which tensors are parameters, which
-are buffers, and which share memory. Only parameters are part of a point.
+A layout contains the name, the shape and the dtype of each tensor in the state dict of the model. It states which
+tensors are parameters, which are tied to another parameter, and which are buffers. Buffers are not part of a point.
 """
 
 import fnmatch
@@ -77,16 +77,17 @@ class Entry:
 
 
 class ModelSignature(NamedTuple):
-    """The properties of a state dict that determine its layout.
+    """The names, shapes and dtypes of the tensors of a state dict, and the names of tied parameters.
 
-    State dicts with equal signatures have equal layouts.
+    If two state dicts have equal signatures, their parameters have the same order in a vector of all parameters (the
+    same layout).
 
     Attributes:
         names: the names of the tensors, in the order of the state dict.
         shapes: the shapes of the tensors.
         dtypes: the dtypes of the tensors.
-        tied: the pairs (name, first name) of tied floating tensors. A tied tensor has several names, and there is one
-            pair for each name except the first.
+        tied: a pair (name, first name) for each floating-point tensor that shares its memory with an earlier tensor.
+            The first name is the name of the earlier tensor.
     """
 
     names: tuple[str, ...]
@@ -389,9 +390,10 @@ class Layout:
         return leaves | {**buffers}
 
     def views(self, point: Tensor) -> dict[str, Tensor]:
-        """Return each parameter at a point, in its own shape and dtype, under each of its names.
+        """Split the vector `point` into the parameters of the model, with their names, shapes and dtypes.
 
-        A parameter that has the dtype of `point` is a view of `point`. All other parameters are copies.
+        A tied parameter is returned under all of its names. Parameters with the dtype of `point` are views of `point`.
+        Parameters with other dtypes are copies.
         """
         # `to` returns the view itself if the dtype is the same.
         pieces = point.split(self.sizes)
@@ -576,14 +578,12 @@ def layout_of(
 
 
 def _classify_entries(entries: Sequence[Entry], owners: Mapping[str, str | None], dtype: torch.dtype | None) -> Layout:
-    """Build a layout from the tensors of a model and the owner of each tensor.
-
-    The owner of a parameter is the first of its names. A tensor that is its own owner is a parameter of the point. A
-    tensor with another owner is an additional name of a tied parameter. A tensor without an owner is a buffer.
+    """Build the layout of a model, given which of its tensors are parameters, tied parameters and buffers.
 
     Args:
         entries: the name, shape and dtype of each tensor.
-        owners: the name of the owner of each tensor, or `None`.
+        owners: the name under which a point contains each tensor. For a tied parameter, this is the first of its names.
+            For a buffer, it is `None`.
         dtype: the dtype of points, or `None` for the narrower dtype that represents every parameter exactly.
     """
     leaves = []

@@ -62,17 +62,18 @@ class ModelLoss:
         return {entry.name: self.replacement_of(tensors[entry.name]).detach().clone() for entry in self.layout.buffers}
 
     def replacement_of(self, tensor: Tensor) -> Tensor:
-        """Return the tensor that the loss uses instead of the given buffer or frozen parameter of the module.
+        """Return the tensor that the loss uses in place of a tensor of the module.
 
-        Other tensors have no replacement and are returned unchanged.
+        The loss does not modify the module. It therefore has its own copies of the buffers, such as batch statistics,
+        and it can also replace frozen parameters. A tensor without a replacement is returned unchanged.
         """
         name = self._names().get(id(tensor))
         return tensor if name is None else self.replacements.get(name, tensor)
 
     def with_buffers(self, buffers: Mapping[str, Tensor] | None = None) -> "ModelLoss":
-        """Return the same loss with its own copies of the buffers.
+        """Return a new loss with the same model and criterion, but with separate buffers, such as batch statistics.
 
-        Training with one of the two losses then does not change the buffers of the other one.
+        Forward passes of one loss do not change the buffers of the other loss.
 
         Args:
             buffers: the initial buffers, as from `ParameterSpace.buffers`. They are not modified. The default is the

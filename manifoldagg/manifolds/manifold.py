@@ -62,9 +62,13 @@ class Leaf:
         return f"{self.name}: {self.space}" if self.name else str(self.space)
 
     def select(self, points: Tensor) -> Tensor:
-        """Return the part of each point or tangent that belongs to this leaf, (*batch, *leaf.space.shape).
+        """Select the part of each point or tangent that this leaf describes, such as one parameter of a model.
 
-        The result is a view of `points`.
+        Args:
+            points: points or tangents of the whole manifold.
+
+        Returns:
+            A view of `points` with the shape (*batch, *leaf.space.shape).
         """
         return points[..., self.part].view(*points.shape[:-1], *self.space.shape) if self.name else points
 
@@ -206,10 +210,14 @@ class Manifold(abc.ABC):
         return self._invariant(x)
 
     def leaves(self, x: Tensor) -> tuple["Leaf", ...]:
-        """Return the named parts (leaves) of points like `x` (*batch, *shape), in the order of storage.
+        """Return the leaves of the manifold, which are the named parts of its points, in the order of storage.
 
-        The leaves of a parameter space are the parameters of the model. The leaves of a product are the leaves of all
-        its factors. A point of any other manifold has one leaf, which is the whole point and has an empty name.
+        - The leaves of a parameter space are the parameters of the model.
+        - The leaves of a product of manifolds are the leaves of its factors.
+        - Any other manifold has one leaf: the whole point. Its name is empty.
+
+        Args:
+            x: any points (*batch, *shape). Only their shape is used.
         """
         return (Leaf("", self, slice(0, x.shape[x.ndim - len(self.shape) :].numel())),)
 
@@ -254,10 +262,10 @@ class Manifold(abc.ABC):
         return x
 
     def _missing(self, formula: str, *arguments: Any) -> Tensor:
-        """Compute a formula that the class does not implement.
+        """Raise `NotImplementedError`, because the class does not implement the given formula.
 
-        By default, this method raises `NotImplementedError`. A composite manifold overrides it and calls the same
-        formula of its components.
+        A manifold that is built from other manifolds overrides this method, and calls the same formula of these
+        manifolds.
         """
         raise self._not_implemented(formula)
 

@@ -1,7 +1,7 @@
-"""Matrix functions that are accurate to rounding, and whose derivatives are correct even for repeated eigenvalues.
+"""Matrix functions with small rounding errors, whose derivatives are correct even for repeated eigenvalues.
 
-The derivatives of an eigendecomposition divide by differences of eigenvalues, so they are infinite or NaN if two
-eigenvalues are equal. `polar` and `differentiable_log` therefore compute derivatives by Newton steps instead.
+The derivatives of an eigendecomposition are infinite or NaN if two eigenvalues are equal. The derivatives of the polar
+factor (`polar`) and of the matrix logarithm (`differentiable_log`) are therefore computed by Newton steps.
 """
 
 from collections.abc import Callable
@@ -27,18 +27,20 @@ def matrix_exp(a: Tensor) -> Tensor:
 
 
 def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Add correct first and second derivatives to a known value of the matrix logarithm $X = \log M$.
+    r"""Make a matrix logarithm $X = \log M$ differentiable with respect to $M$, given its value.
 
-    The logarithm solves the equation $e^X = M$. A Newton step replaces $X$ by $X + \mathrm{solve}(M - e^X)$, where
-    `solve` inverts the derivative of the exponential. The value does not change, because $M - e^X = 0$. The first step
-    makes the first derivatives correct, and the second step makes the second derivatives correct. Unlike the
-    derivatives of an eigendecomposition, the steps do not divide by differences of eigenvalues. If no derivatives are
-    required, the function returns `value`.
+    The function executes two Newton steps for the equation $e^X = M$. Each step replaces $X$ by
+    $X + \mathrm{solve}(M - e^X)$. The steps do not change the value, because $M - e^X$ is 0. The first step makes the
+    first derivatives correct, and the second step makes the second derivatives correct. Repeated eigenvalues are
+    allowed, because the steps do not divide by differences of eigenvalues.
 
     Args:
         value: $\log M$ (*batch, n, n), without derivatives.
         target: $M$ (*batch, n, n), with derivatives.
-        solve: the inverse of the derivative of exp at `value`.
+        solve: the inverse of the derivative of the matrix exponential at `value`, a linear function.
+
+    Returns:
+        $X$ with first and second derivatives, or `value` itself if no derivatives are required.
     """
     if not needs_autograd_path([target]):
         return value
@@ -50,9 +52,8 @@ def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], 
 def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the polar factor of a matrix z, which is the nearest matrix with orthonormal columns.
 
-    The value is computed by an SVD. The derivatives of an SVD divide by differences of singular values, so they are not
-    used. Instead, two Newton steps compute the derivatives: the first step makes the first derivatives correct, and the
-    second step makes the second derivatives correct.
+    The first and second derivatives are correct even if singular values are equal. The value is computed by an SVD,
+    which autograd does not differentiate. Two Newton steps follow, and autograd differentiates only these steps.
 
     Args:
         z: matrices (*batch, n, p).
@@ -80,7 +81,8 @@ def polar(z: Tensor, *, proper: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     start = q = left @ right
     # Let z = q h with a symmetric h. A change e of z changes q by q Ω + (1 - q qᵀ) e h⁻¹, where the skew matrix Ω
     # solves Ω h + h Ω = qᵀ e - eᵀ q. Each step applies this change with the residual of z = q h as e. Up to
-    # rounding, the residual is 0, so the steps change only the derivatives.
+    # rounding, the residual is 0, so the steps change only the derivatives. Each step makes the derivatives of one more
+    # order correct.
     for _ in range(2):
         residual = z - q @ sym(q.mT @ z)
         change = (residual - torch.where(well_conditioned, 0.0, residual.detach())) @ basis

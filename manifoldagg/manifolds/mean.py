@@ -147,8 +147,14 @@ def mean_in_span(
 ) -> KarcherMean:
     """Compute the Karcher mean of k points as a linear combination of these points.
 
-    Each step of the iteration changes only k coefficients, and not all P coordinates of a point. The weights must sum
-    to 1.
+    The iteration updates only the k coefficients of the combination, instead of all coordinates of the mean.
+
+    Args:
+        space: the manifold.
+        span: the linear span of the points.
+        weights: the weights of the points, which must sum to 1.
+        tolerance: as in `karcher_mean`.
+        max_steps: as in `karcher_mean`.
     """
     w = weights.detach().cpu()
     corners = span.point_coefficients
@@ -160,10 +166,11 @@ def mean_in_span(
 
 
 def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: float) -> KarcherMean:
-    """Compute weighted means of points on a space with low-rank leaves, which represent LoRA adapters.
+    """Compute weighted means of the parameters of models with LoRA adapters.
 
-    The mean is the nearest point of the space to the weighted sum of the points, so it needs no iteration. The residual
-    is the tangent component of the difference between the weighted sum and the mean.
+    The mean is the weighted sum of the parameters, in which the matrix of each adapter is replaced by the nearest
+    matrix of its rank. The residual measures the error of this replacement. It is the norm of the component of the
+    error that is tangent to the space at the mean, and it is 0 for an exact nearest matrix.
     """
     if needs_autograd_path([points, weights]):
         raise ArgumentError("points: expected tensors without gradients for a mean of low-rank leaves, got a gradient")
@@ -189,7 +196,7 @@ def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: f
 
 @dataclass(frozen=True)
 class RunningMean:
-    r"""A weighted mean of a stream of points, which does not store the points.
+    r"""A weighted mean of points that arrive one after another and are not stored.
 
     Each new point $x$ with the weight $w$ updates the mean $m$ by $m \leftarrow \exp_m(\tfrac{w}{W + w} \log_m x)$,
     where $W$ is the total weight of all earlier points. On a flat space, the result is the weighted arithmetic mean. On

@@ -1,4 +1,4 @@
-"""Conversion of models to tensors that share the memory of the models, and back.
+"""Conversion of models to dicts of tensors, and of such dicts to models. The tensors share the memory of the models.
 
 A model is a state dict, or a list of tensors or NumPy arrays.
 """
@@ -131,12 +131,18 @@ def _check_writable(target: Mapping[str, Tensor]) -> None:
 
 
 def check_no_overlap(layout: Layout, target: Mapping[str, Tensor], models: ModelsByPrefix) -> None:
-    """Check that writing to one tensor of `target` cannot overwrite another entry of `target` or of `models`.
+    """Check that the tensors of `target`, which will be overwritten, do not share memory with other tensors.
 
-    A tensor of `target` may share its memory only with the tensors of the same name in `models`.
+    There are two exceptions. A tensor of `target` may share its memory with tensors of the same name in `models`. The
+    tensors of a tied parameter may share their memory with each other.
+
+    Args:
+        layout: the layout of all models.
+        target: the tensors that will be overwritten, by name.
+        models: the models that are read at the same time.
 
     Raises:
-        ArgumentError: if they share memory.
+        ArgumentError: if tensors share memory in any other way.
     """
     names = [entry.name for entry in (*layout.leaves, *layout.buffers)]
     # Tied names may share memory. If they do not, both are written and must be checked.
@@ -207,12 +213,11 @@ def _entries(name: str, model: Any) -> Iterable[tuple[Any, Any]]:
 
 
 class _ReadOnlyArray:
-    """A wrapper that exports a read-only NumPy array as writable memory, for code that never writes to the array.
-
-    Arrays that are created from the wrapper keep the original array alive.
-    """
+    """A wrapper through which torch reads a read-only NumPy array without a warning."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
+        # The interface declares the memory as writable, so no code may write to it. An array that is created from this
+        # wrapper keeps the original array alive.
         address, _ = array.__array_interface__["data"]
         self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}

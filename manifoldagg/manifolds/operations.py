@@ -13,14 +13,17 @@ __all__ = ["distance", "geodesic", "norm", "pole_ladder", "schild_ladder"]
 
 
 def norm(space: Manifold, x: Point, u: Tangent) -> Scalar:
-    r"""Compute the norm $\|u\|_x = \sqrt{\langle u, u\rangle_x}$ of tangents $u$ at points $x$, (*batch,).
+    r"""Compute the norm $\|u\|_x = \sqrt{\langle u, u\rangle_x}$ of each tangent $u$ at the point $x$.
 
-    The gradient of the norm at $u = 0$ is 0.
+    At $u = 0$, where the norm is not differentiable, its gradient is 0.
 
     Args:
         space: the manifold.
         x: points (*batch, *shape).
         u: tangent vectors at `x` (*batch, *shape).
+
+    Returns:
+        The norms (*batch,).
 
     Example:
         >>> import torch
@@ -33,14 +36,18 @@ def norm(space: Manifold, x: Point, u: Tangent) -> Scalar:
 
 
 def distance(space: Manifold, x: Point, y: Point) -> Scalar:
-    r"""Compute the geodesic distance $d(x, y) = \|\log_x y\|_x$ of two points, (*batch,).
+    r"""Compute the geodesic distance $d(x, y) = \|\log_x y\|_x$ between two points $x$ and $y$.
 
-    The points must be within the injectivity radius of each other. The gradient of the distance at $y = x$ is 0.
+    The points must be within the injectivity radius of each other. At $y = x$, where the distance is not
+    differentiable, its gradient is 0.
 
     Args:
         space: the manifold.
         x: points (*batch, *shape).
         y: points (*batch, *shape).
+
+    Returns:
+        The distances (*batch,).
 
     Example:
         >>> import torch
@@ -76,13 +83,13 @@ def geodesic(space: Manifold, x: Point, y: Point, t: float | Tensor) -> Point:
 def pole_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int = 1) -> Tangent:
     r"""Transport a tangent `u` from `x` to `y` by the pole ladder, which approximates parallel transport.
 
-    One rung maps a tangent $u$ at $x$ to the tangent $-\log_y(\exp_m(-\log_m(\exp_x u)))$ at $y$, where $m$ is the
-    midpoint between $x$ and $y$. With several rungs, the geodesic from `x` to `y` is divided into segments of equal
-    length, and each rung transports the tangent along one segment.
+    A ladder with one rung maps a tangent $u$ at $x$ to the tangent $-\log_y(\exp_m(-\log_m(\exp_x u)))$ at $y$, where
+    $m$ is the midpoint between $x$ and $y$. With several rungs, the geodesic from `x` to `y` is divided into segments
+    of equal length. Each rung transports the tangent along one segment.
 
-    On symmetric spaces, the result is exact. On other spaces, the error of a rung is of third order in the lengths of
-    $u$ and of the segment together. To reduce the error, scale $u$ as well: the error of
-    `k * pole_ladder(space, x, y, u / k, rungs=k)` is proportional to $1/k^2$.
+    On symmetric spaces, the result is exact. On other spaces, let $h$ be the length of a segment. The error of one rung
+    is of third order in $h + \|u\|$. Additional rungs reduce only $h$, so divide $u$ by the number of rungs as well.
+    The error of `k * pole_ladder(space, x, y, u / k, rungs=k)` is proportional to $1/k^2$.
 
     Args:
         space: the manifold.
@@ -109,8 +116,12 @@ def pole_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int =
 def schild_ladder(space: Manifold, x: Point, y: Point, u: Tangent, *, rungs: int = 1) -> Tangent:
     r"""Transport a tangent `u` from `x` to `y` by Schild's ladder, which approximates parallel transport.
 
-    One rung constructs a geodesic parallelogram. It maps a tangent $u$ at $x$ to the tangent
-    $\log_y(\exp_x(2 \log_x m))$ at $y$, where $m$ is the midpoint between $\exp_x u$ and $y$.
+    A ladder with one rung constructs a geodesic parallelogram from its corners $x$, $\exp_x u$ and $y$. The midpoint
+    $m$ between $\exp_x u$ and $y$ is also the midpoint of the other diagonal, which starts at $x$. The fourth corner is
+    therefore $z = \exp_x(2 \log_x m)$, and the result is the tangent $\log_y z$ at $y$.
+
+    With several rungs, the geodesic from `x` to `y` is divided into segments of equal length. Each rung transports the
+    tangent along one segment.
 
     Args:
         space: the manifold.

@@ -239,10 +239,10 @@ def transport_momentum(space: Manifold, x: Point, y: Point, u: Tangent) -> Tange
     The methods, in descending order of accuracy, are:
 
     1. Parallel transport.
-    2. A pole ladder with one rung, if the space has exp and log. Its error is of third order. Long tangents are
-       shortened first and scaled back afterwards, because the ladder is accurate only for short tangents.
-    3. The projection of `u` onto the tangent space at `y`, which is not an isometry. It also replaces a pole ladder
-       whose result is undefined.
+    2. The pole ladder, an approximation of parallel transport by exp and log with an error of third order. It is
+       accurate only for short tangents, so a long tangent is scaled down first, and the result is scaled back.
+    3. The projection of `u` onto the tangent space at `y`, which can change the length of the tangent. This method is
+       also used where the result of the pole ladder is not finite, for example because a log is undefined.
 
     Args:
         space: a space with transport, or with exp, log, inner and project_tangent, or with project_tangent.

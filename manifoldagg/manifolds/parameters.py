@@ -45,13 +45,15 @@ FLAT_TAIL = "..after"
 class ParameterSpace(Delegate):
     r"""The space of the trainable parameters of a model. A point is one contiguous vector (P,) of all P parameters.
 
-    By default, the space is $\mathbb{R}^P$. If some parameters have manifolds of their own, the space is a product. It
-    has one factor for each of these manifolds, and Euclidean factors for the other parameters.
+    By default, the space is $\mathbb{R}^P$. If some parameters have manifolds of their own, the space is the product of
+    these manifolds and of a Euclidean space for the other parameters.
 
-    - Frozen parameters, buffers and counters are not part of a point. All of them are called *buffers*.
-    - A tied parameter is contained in a point only once.
-    - The point of bf16 and fp16 parameters is in float32. The point of a model with a float64 parameter is in float64.
-    - Converting a model to a point and back returns the same bits.
+    - A point contains a tied parameter only once.
+    - A point does not contain frozen parameters, buffers and counters. The method `buffers` returns these tensors.
+    - By default, the dtype of a point is float32, or float64 if a parameter has the dtype float64. Parameters in bf16
+      and fp16 are converted to float32.
+    - Converting a model to a point and back returns the same bits. The only exceptions are LoRA adapters whose factors
+      the space combines into one matrix. Only the matrix is preserved, up to rounding, and not its factors.
 
     Args:
         layout: the names, shapes, order and dtypes of the tensors of the model.
@@ -214,9 +216,9 @@ class ParameterSpace(Delegate):
 
     @staticmethod
     def of_spec(spec: Mapping[str, Any]) -> "ParameterSpace":
-        """Construct a space from its description (spec), without the module.
+        """Construct a parameter space from its JSON-compatible description, which the method `spec` returns.
 
-        The result is equal to the space whose method `spec` returned the description.
+        The result is equal to the described space. The model itself is not needed.
 
         Args:
             spec: a result of [`spec`][manifoldagg.manifolds.ParameterSpace.spec], possibly from another machine.
@@ -281,10 +283,10 @@ class ParameterSpace(Delegate):
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
-        """The name, shape and dtype of each entry of a state dict, by name.
+        """The name, shape and dtype of each tensor in the state dicts of this space, by name.
 
-        The factors of LoRA adapters have the ranks of this space. In the state dict of a client, they can have other
-        ranks.
+        A client can use other ranks for its LoRA adapters. The shapes of the factors in its state dict then differ from
+        the shapes in this mapping.
         """
         return self.layout.entries if self.adapters is None else self.adapters.entries(self.layout.entries)
 
@@ -367,7 +369,7 @@ class ParameterSpace(Delegate):
         return self._read_points(models)
 
     def buffers(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of the tensors that are not part of a point: frozen parameters, buffers and counters.
+        """Return copies of the tensors that are not trainable: frozen parameters, buffers and counters.
 
         Raises:
             StateDictError: as in [`point`][manifoldagg.manifolds.ParameterSpace.point].
@@ -428,9 +430,13 @@ class ParameterSpace(Delegate):
         return Layout.of_state_dict(state, [glob.escape(entry.name) for entry in self.layout.buffers])
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Replace the stacked factors of each LoRA adapter by the approximate Frobenius norm of their product.
+        """Replace the factors of each LoRA adapter by the approximate Frobenius norm of their product.
 
-        Different factors can have the same product. The norm depends only on the product.
+        Different factors can have the same product, so the norms of the factors of two models are not comparable. The
+        norms of the products are comparable.
+
+        Args:
+            stacked: a state dict in which one tensor contains both factors of an adapter.
         """
         return stacked if self.adapters is None else self.adapters.gauge_free_norms(stacked)
 
@@ -455,10 +461,13 @@ class ParameterSpace(Delegate):
         return self._state_dict(point, buffers or {})
 
     def views(self, point: Float[Tensor, " P"]) -> dict[str, Tensor]:
-        """Return the parameters of the model at a finite point, by name.
+        """Split a point, which is the vector of all parameters, into the parameters of the model, by name.
 
-        A parameter that has the dtype of the point is a view of the point. Other parameters and the factors of LoRA
-        adapters are copies.
+        Parameters with the dtype of the point are views of the point. Parameters with other dtypes are copies. The
+        factors of LoRA adapters are always copies, because they are computed from their product.
+
+        Args:
+            point: a finite point (P,).
 
         Raises:
             StateDictError: if the dtype of a leaf overflows.
@@ -490,9 +499,9 @@ class ParameterSpace(Delegate):
     def loss(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> ModelLoss:
         r"""Return the loss $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$ as a function of points.
 
-        Here, $\theta$ is a point, $(x, y)$ is a batch, and $f_\theta$ is `model` with the parameters $\theta$. A call
-        of the loss is one forward pass by `torch.func.functional_call`, in the current mode (train or eval) of `model`.
-        It never modifies `model`, because the loss has its own copies of the buffers.
+        Here, $\theta$ is a point, $(x, y)$ is a batch, and $f_\theta$ is `model` with the parameters $\theta$. Calling
+        the loss runs one forward pass with `torch.func.functional_call`, in the current mode (train or eval) of
+        `model`. It never modifies `model`, because the loss has its own copies of the buffers.
 
         Args:
             model: a module with this layout.
@@ -526,9 +535,13 @@ class ParameterSpace(Delegate):
     def _read_points(
         self, models: Mapping[str, Mapping[str, Tensor]], device: torch.device | None = None, validate: bool = True
     ) -> list[Tensor]:
-        """Return the points of several state dicts, in which each LoRA adapter is already one tensor.
+        """Return the parameter vector (point) of each of several models.
 
-        If `validate` is true, the method checks that the parameters are on their manifolds.
+        Args:
+            models: a mapping from labels to state dicts, in which one tensor contains both factors of a LoRA adapter.
+                Error messages start with the label.
+            device: the device of the points. The default is the device of the first parameter.
+            validate: whether to check that the parameters are on their manifolds.
         """
         points = self.layout.read_points(models, device)
         for label, tensors in models.items():
@@ -581,10 +594,8 @@ def check_unscaled(scaling: Any) -> None:
         raise ArgumentError(f"scaling: expected 1 without adapters=True, got {short_repr(scaling)}")
 
 
+# The result is cached, because a server requests the same space in every round.
 @lru_cache(maxsize=64)
 def _flat_space(layout: Layout, buffer_policies: tuple[tuple[str, str], ...]) -> ParameterSpace:
-    """Return the space of a layout in which no parameter has a manifold of its own.
-
-    The result is cached, because a server requests the same space in every round.
-    """
+    """Return the Euclidean space of all parameters of a model."""
     return ParameterSpace(layout, buffer_policies=buffer_policies)

@@ -30,13 +30,16 @@ def check_patterns(patterns: Any) -> tuple[str, ...]:
 
 
 def personal_names(layout: Layout, patterns: Any) -> tuple[str, ...]:
-    """Return the names of all entries of a model that match one of the given names or glob patterns.
+    """Return the names of all tensors of a model that match at least one of several names or glob patterns.
 
-    The names are in the order of the layout and include every name of a tied parameter.
+    A tied parameter has several names. Either all of its names must match, or none.
 
     Args:
         layout: the layout of the complete model.
         patterns: names or glob patterns of parameters and buffers.
+
+    Returns:
+        The names in the order of the layout.
 
     Raises:
         ArgumentError: if `patterns` is not a sequence of strings, a pattern matches no entry, all parameters are

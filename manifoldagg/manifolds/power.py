@@ -88,7 +88,9 @@ class Power(Delegate):
 def factor_parts(space: Manifold, *tensors: Tensor) -> list[tuple[Leaf, list[Tensor]]]:
     """Split points or tangents (*batch, *shape) into the parts that belong to the leaves of a manifold.
 
-    If the manifold of a leaf is a power, it is replaced by the manifold of one copy, and the copies become batch axes.
+    The leaves of a manifold are its named parts, such as the factors of a product or the parameters of a model. A part
+    can consist of several points of one manifold (a power), such as the rows of an embedding table. These points are
+    then returned along batch axes, and the returned leaf describes a single point.
 
     Returns:
         A list of pairs: a leaf, and its part of each tensor.

@@ -19,17 +19,20 @@ __all__ = ["Product"]
 
 @dataclass(frozen=True, init=False)
 class Product(Composite):
-    r"""The product $M_1 \times \dots \times M_k$ of named manifolds, with the product metric.
+    r"""The product $M_1 \times \dots \times M_k$ of several manifolds, with the product metric. Each factor has a name.
 
-    A point is one tensor (*batch, P), in which the flattened points of all factors are concatenated. Every primitive
-    acts on each factor separately. Inner products are summed over the factors in float64, and the injectivity radius is
-    the smallest radius of a factor:
+    A point is one tensor (*batch, P), in which the flattened points of all factors are concatenated. Operations such as
+    `exp` and `log` are computed for each factor separately. Inner products are summed over the factors in float64, and
+    the injectivity radius is the smallest radius of a factor:
 
     $$\langle u, v \rangle_x = \sum_i \langle u_i, v_i \rangle_{x_i}, \qquad
       \operatorname{inj}(x) = \min_i \operatorname{inj}(x_i).$$
 
-    The product has the capabilities that all factors have. It is `flat` or `symmetric` if all factors are. The
-    logarithm is defined if each factor is within its own injectivity radius.
+    Properties of the product follow from the properties of its factors:
+
+    - The product supports an operation, such as `exp`, if all factors support it.
+    - The product is `flat` or `symmetric` if all factors are.
+    - The logarithm is defined if, in each factor, the distance of the two points is less than the injectivity radius.
 
     Args:
         factors: a mapping from names to spaces, or (name, space) pairs, in the order of a point.
@@ -72,9 +75,10 @@ class Product(Composite):
         return dict(zip((name for name, _ in self.factors), self._split(x), strict=True))
 
     def join(self, parts: Mapping[str, Tensor]) -> Point:
-        """Join the parts that belong to the factors into points or tangents (*batch, P) of the product.
+        """Concatenate points of the factors, given by name, to points (*batch, P) of the product.
 
-        The batch axes of the parts are broadcast. This method is the inverse of `split`.
+        Tangents are concatenated in the same way. The batch axes of all parts are broadcast. This method is the inverse
+        of `split`.
 
         Raises:
             ArgumentError: if a name is missing or superfluous, or a factor does not have the shape of its space.

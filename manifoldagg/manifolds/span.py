@@ -50,16 +50,15 @@ class Span:
 
     @staticmethod
     def of(space: Manifold, rows: Sequence[Float[Tensor, " P"]], start: int) -> "Span | None":
-        r"""Return the span of several points, or `None` if computing in it would be impossible, inaccurate or slow.
+        r"""Return the span of several points, or `None` if their mean cannot be computed fast and accurately in it.
 
         The result is `None` in the following cases:
 
-        - A leaf of the manifold is neither flat nor a sphere.
+        - A factor of the manifold is neither flat nor a sphere.
         - A sphere has fewer coordinates than the number of points.
-        - The norm of a point is not finite, or is far from 1 on a sphere.
-        - Two points of a sphere have an angle of more than $\pi/2$. The mean of almost antipodal points has unbounded
-          coefficients $c$, and the rounding error of their squares is $c^2 \epsilon$ with the machine epsilon
-          $\epsilon$.
+        - The norm of a point is not finite, or the norm of its part on a sphere is not between 0.5 and 2.
+        - Two points of a sphere form an angle of more than $\pi/2$. This limit excludes almost antipodal points. Their
+          mean has large coefficients $c$ and rounding errors of $c^2 \epsilon$ with the machine epsilon $\epsilon$.
         """
         lengths: list[int] = []
         tolerances: list[float] = []
@@ -166,11 +165,12 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class SpheresInSpan(Manifold):
-    r"""The product of R unit spheres, in coordinates with respect to k given vectors on each sphere.
+    r"""The product of R unit spheres, for points that are linear combinations of given vectors.
 
-    A point is a matrix (R, k), which contains the coefficients of the k vectors on each sphere. Let $B$ be the Gram
-    matrix of the vectors on one sphere. The inner product of two coefficient vectors $a$ and $b$ is then
-    $a^\top B\, b$. All formulas are the same as in [`Sphere`][manifoldagg.manifolds.Sphere].
+    Each sphere has its own k vectors. A point of the product is a matrix (R, k): its row r contains the coefficients of
+    the k vectors of sphere r. Let $B$ (k, k) be the Gram matrix of the vectors of one sphere. The inner product of two
+    linear combinations with the coefficients $a$ and $b$ is then $a^\top B\, b$. With this inner product, all formulas
+    are the same as in [`Sphere`][manifoldagg.manifolds.Sphere].
 
     Args:
         products: the Gram matrices B of the vectors, (R, k, k).
@@ -187,10 +187,8 @@ class SpheresInSpan(Manifold):
         return ((u.unsqueeze(-2) @ self.products).squeeze(-2) * v).sum(-1, keepdim=True)
 
     def square(self, u: Tensor) -> Tensor:
-        """Compute the squared norm of a tangent on each sphere, (*batch, R, 1).
-
-        Rounding errors can make the computed value negative. It is then replaced by 0.
-        """
+        """Compute the squared norm of a tangent on each of R spheres, in the shape (*batch, R, 1)."""
+        # Rounding errors can make a computed squared norm negative.
         return self.dot(u, u).clamp(min=0)
 
     def _inner(self, x: Point, u: Tangent, v: Tangent) -> Scalar:

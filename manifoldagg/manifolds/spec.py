@@ -1,6 +1,6 @@
 """JSON-compatible descriptions (specs) of parameter spaces.
 
-Another machine can construct the same space from its spec, without the module.
+From a spec, another machine can construct an equal space. It does not need the model itself.
 """
 
 import hashlib

@@ -33,14 +33,14 @@ MAX_STEP_LENGTH = 0.7
 class CertifiedLog:
     r"""A logarithm $\log_x y$ on the Stiefel manifold, with a certificate of its accuracy.
 
-    It is the result of the method `log` of [`Stiefel`][manifoldagg.manifolds.Stiefel] with `certificate=True`.
+    The method `log` of [`Stiefel`][manifoldagg.manifolds.Stiefel] returns this object if `certificate=True`.
 
     Attributes:
         tangent: the tangent at $x$ that the iteration returns (*batch, n, p).
-        residual: the error $\|\exp_x(\mathrm{tangent}) - y\|$ (*batch,) in float64. Before its computation, $x$ and $y$
-            are orthonormalised.
-        converged: whether the tangent is the logarithm (*batch,). This requires a residual at rounding level, and a
-            tangent that is so short that no shorter solution exists.
+        residual: the error $\|\exp_x(\mathrm{tangent}) - y\|$ (*batch,) in float64, for $x$ and $y$ after
+            orthonormalisation.
+        converged: whether `tangent` is the logarithm (*batch,). This is the case if the residual is not larger than
+            rounding errors, and `tangent` is certainly the shortest tangent that `exp` maps to $y$.
     """
 
     tangent: Tangent
@@ -188,11 +188,9 @@ class Stiefel(Embedded):
 
 
 def _project_to_tangent(x: Tensor, u: Tensor) -> Tensor:
-    """Project the vector `u` onto the tangent space at `x`.
-
-    The first projection leaves a rounding error of the size ε‖u‖ in the normal direction. A second projection removes
-    it.
-    """
+    """Project the vector `u` onto the tangent space at `x`."""
+    # The first projection leaves a normal component of about ε‖u‖ because of rounding. The second projection removes
+    # this component.
     for _ in range(2):
         u = u - x @ sym(x.mT @ u)
     return u
@@ -221,9 +219,10 @@ def _exponential(x: Tensor, u: Tensor) -> Tensor:
 
 
 class _Linearisation(NamedTuple):
-    """The derivative of the equation that defines the logarithm, with respect to its unknown matrices A and R.
+    """The derivative of the map F(A, R) = e^W [I; 0] e^-A with W = [2A, -Rᵀ; R, 0].
 
-    The left-hand side of this equation is the map (A, R) ↦ e^W [I; 0] e^-A with the exponent W = [2A, -Rᵀ; R, 0].
+    The logarithm of y at x is xA + qR, where A and R solve the equation F(A, R) = [xᵀy; qᵀy]. The columns of q extend x
+    to an orthonormal basis of the span of x and y.
     """
 
     exp_w: Tensor  # e^W
@@ -233,13 +232,10 @@ class _Linearisation(NamedTuple):
 
 
 def _logarithm(x: Tensor, y: Tensor) -> Tensor:
-    """Compute the logarithm of y at x, (*batch, n, p), by Newton's method.
-
-    The iteration runs in a basis of the span of x and y, and without autograd. Two further Newton steps with autograd
-    then make the first and second derivatives correct.
-    """
+    """Compute the logarithm of y at x by Newton's method, with correct first and second derivatives."""
     p = x.shape[-1]
     m = min(x.shape[-1], x.shape[-2] - x.shape[-1])
+    # The iteration runs in a basis of the span of x and y, and without autograd.
     with torch.no_grad():
         a = x.detach()
         b = y.detach()
@@ -265,6 +261,7 @@ def _logarithm(x: Tensor, y: Tensor) -> Tensor:
         return tangent + ((e - frame @ inside) @ at.exp_a @ inverse if x.shape[-2] > p + m else 0)
 
     u = _project_to_tangent(x, value)
+    # Two further Newton steps with autograd compute the derivatives.
     for _ in range(2):
         # The residual is 0, so the value does not change. Each pass makes the derivatives of one more order correct.
         residual = y - _exponential(x, u)
@@ -298,12 +295,13 @@ def _iterate(z: Tensor, target: Tensor, steps: int) -> Tensor:
 
 
 def _initial_logs(target: Tensor) -> Tensor:
-    """Compute starting values (starts, *batch, p + m, p) of Newton's method for the logarithm.
+    """Compute one or two starting values [A; R] for Newton's method, which computes the logarithm.
 
-    Let the columns of `target` be the first columns of a rotation. The first columns of the logarithm of this rotation
-    are a starting value. If the rotation has further columns, they are unknown, so two guesses for them give two
-    starting values.
+    Returns:
+        The starting values (1 or 2, *batch, p + m, p).
     """
+    # The columns of `target` are completed to a rotation. The first columns of the logarithm of this rotation are a
+    # starting value. The additional columns are unknown, so there are two guesses for them.
     k, p = target.shape[-2:]
     top = target[..., :p, :]
     bottom = target[..., p:, :]
@@ -331,10 +329,8 @@ def _initial_logs(target: Tensor) -> Tensor:
 
 
 def _newton_step(linearisation: _Linearisation, target: Tensor) -> Tensor:
-    """Compute the Newton step [δA; δR] of the equation whose solution is the logarithm.
-
-    The step is a linear function of `target`, the right-hand side of the equation.
-    """
+    """Compute the change [δA; δR] of the unknown matrices A and R of the logarithm in one Newton step."""
+    # The step is a linear function of the right-hand side `target`, so `target` can also be a small residual.
     e = _coordinates(linearisation.exp_w.mT @ target @ linearisation.exp_a)
     numbers = torch.linalg.solve_ex(linearisation.jacobian, e.unsqueeze(-1)).result.squeeze(-1)
     return _matrix(numbers, *target.shape[-2:])
@@ -364,10 +360,15 @@ def _linearise(z: Tensor) -> _Linearisation:
 
 
 def _left_derivative(angles: Tensor, frame: Tensor, p: int) -> Tensor:
-    """Compute the first p columns of e^-X d(e^X) for a skew-symmetric matrix X, in each of d coordinate directions.
+    """Compute e^-X ∂e^X/∂x for each entry x below the diagonal in the first p columns of X.
 
-    The eigendecomposition of X is V diag(iμ) V*, where `angles` contains μ, and `frame` is V. The result has the shape
-    (*batch, d, k, p) for a matrix X with k rows.
+    Args:
+        angles: the vector μ of the eigendecomposition X = V diag(iμ) V* of the skew-symmetric matrix X (k, k).
+        frame: the matrix V.
+        p: the number of columns.
+
+    Returns:
+        The first p columns of the matrices e^-X ∂e^X/∂x, (*batch, number of entries x, k, p).
     """
     k = frame.shape[-1]
     rows, columns = torch.tril_indices(k, p, -1, device=frame.device)
@@ -394,10 +395,8 @@ def _exponent(z: Tensor) -> Tensor:
 
 
 def _coordinates(t: Tensor) -> Tensor:
-    """Return the d independent entries of a matrix [A; R] (*batch, k, p) whose block A is skew-symmetric.
-
-    If the given block A is not skew-symmetric, its symmetric part is ignored.
-    """
+    """Return the entries below the diagonal of a matrix [A; R], whose block A is skew-symmetric."""
+    # The function ignores a symmetric part of A, and the diagonal of a skew-symmetric matrix is 0.
     k, p = t.shape[-2:]
     rows, columns = torch.tril_indices(k, p, -1, device=t.device)
     return torch.cat([skew(t[..., :p, :]), t[..., p:, :]], -2)[..., rows, columns]

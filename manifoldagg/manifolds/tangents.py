@@ -120,7 +120,12 @@ class TangentSpace(AmbientSpace):
         return tangent
 
     def _tangents(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
-        """Project k differences `rows[j] - minus[j]` to the tangent space at leaf `i` of the base point.
+        """Project k differences of vectors onto the tangent space at the base point, for one LoRA adapter.
+
+        Args:
+            i: the index of the adapter (leaf).
+            rows: the minuends.
+            minus: the subtrahends. `None` is the zero vector.
 
         Returns:
             The tangents (k, *batch, m + n, rank).
@@ -131,11 +136,7 @@ class TangentSpace(AmbientSpace):
         cache: dict[int | None, Tensor] = {}
 
         def tangent(row: Row | None) -> Tensor:
-            """Compute the tangent at the base point that points towards a given vector.
-
-            The vector `None` is zero. The projection to tangents is linear. The tangent of a difference is therefore
-            the difference of two such tangents.
-            """
+            """Return the tangent at the base point that points towards a vector, or towards 0 for `None`."""
             key = None if row is None else id(row)
             if key not in cache:
                 cache[key] = space._inverse_retract(
@@ -143,6 +144,8 @@ class TangentSpace(AmbientSpace):
                 )
             return cache[key]
 
+        # A tangent is the projection of a row minus the base point. The projection is linear, so the base point cancels
+        # in the difference of two tangents.
         pairs = zip(rows, minus, strict=True)
         return torch.stack([tangent(minuend) - tangent(subtrahend) for minuend, subtrahend in pairs])
 

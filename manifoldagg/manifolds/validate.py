@@ -1,7 +1,7 @@
 """Checks that points are on their manifold, and that vectors are tangent to it.
 
-A check compares its argument with the projection of the argument onto the manifold or the tangent space. The wrapper
-`Validated` runs these checks for every method of a manifold.
+A point is accepted if it is close to its projection onto the manifold. A vector is accepted if it is close to its
+projection onto the tangent space. The wrapper `Validated` runs these checks for every method of a manifold.
 """
 
 import math
@@ -126,7 +126,7 @@ class Validated(Delegate):
     most the injectivity radius.
 
     The checks cost about as much as the operations themselves, and do not work under `vmap` or `torch.compile`. Use the
-    wrapper for inputs from outside of a program, and for debugging.
+    wrapper for untrusted inputs and for debugging.
 
     Args:
         space: the space to wrap.

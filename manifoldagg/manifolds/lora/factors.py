@@ -1,10 +1,14 @@
 r"""Linear algebra with low-rank matrices in factored form: inner products, linear combinations and truncation.
 
-A matrix $X = B A$ is represented by a *stack*, a tensor (*batch, m + n, r) with $B$ (m, r) on top of $A^\top$ (n, r).
-Operations on several matrices first compute orthonormal bases of all their factors. In these bases, each matrix is a
-small core, and all further computations use only the cores, in float64. The errors are therefore proportional to the
-condition number of the factors. With the direct formula $\operatorname{tr}(B_1^\top B_2 A_2 A_1^\top)$ for an inner
-product, they would be proportional to the square of the condition number.
+A matrix $X = B A$ is represented by its factors $B$ (m, r) and $A$ (r, n). Both are stored in one tensor
+(*batch, m + n, r), called a *stack*. Its first m rows are $B$, and its last n rows are $A^\top$.
+
+Operations on several matrices first compute an orthonormal basis of all columns, and another one of all rows. Each
+matrix then becomes a small matrix of coordinates in these bases, called its *core*. All further computations use only
+the cores, in float64.
+
+The rounding errors of this method are proportional to the condition number of the factors. The rounding errors of the
+direct formula for an inner product, $\operatorname{tr}(B_1^\top B_2 A_2 A_1^\top)$, are proportional to its square.
 """
 
 from collections.abc import Callable, Sequence
@@ -103,10 +107,10 @@ class TruncatedSVD:
 
     @property
     def is_tied(self) -> Tensor:
-        """Whether the best approximation is not unique, for each matrix (*batch,).
+        """Whether several matrices of the lower rank are equally good approximations, for each matrix (*batch,).
 
-        This is the case if the smallest retained and the largest truncated singular value are equal up to rounding, and
-        not 0.
+        This is the case if the smallest retained singular value is not 0, and equals the largest truncated singular
+        value up to rounding.
         """
         if self.values.shape[-1] <= self.rank:
             return torch.zeros(self.values.shape[:-1], dtype=torch.bool, device=self.values.device)
@@ -152,10 +156,10 @@ def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
 
 
 def balance(x: Tensor, m: int) -> Tensor:
-    r"""Compute balanced factors of a low-rank matrix $B A$.
+    r"""Compute balanced factors $B$ and $A$ of a low-rank matrix $X$, which means that $B^\top B = A A^\top$.
 
-    With the singular value decomposition $B A = U \Sigma V^\top$, the balanced factors are $U\sqrt\Sigma$ and
-    $V\sqrt\Sigma$.
+    With the singular value decomposition $X = U \Sigma V^\top$, the factors are $B = U\sqrt\Sigma$ and
+    $A = \sqrt\Sigma\, V^\top$.
 
     Args:
         x: the factors of the matrix, as a stack (*batch, m + n, r) with $B$ on top of $A^\top$.
@@ -198,17 +202,21 @@ def combine_stacks(coefficients: Sequence[float], points: Sequence[Tensor], m: i
 
 @dataclass(frozen=True)
 class JointBasis:
-    r"""Several matrices $X_i = Q\, C_i P^\top$ with common orthonormal bases $Q$ and $P$ and small cores $C_i$.
+    r"""Several low-rank matrices $X_i = B_i A_i$ (m, n), expressed in common orthonormal bases.
 
-    Sums and inner products of the matrices are computed from the cores alone, because the bases are orthonormal.
+    The matrix $Q$ (m, p) contains an orthonormal basis for the columns of all $B_i$. The matrix $P$ (n, q) contains an
+    orthonormal basis for the rows of all $A_i$. Each $X_i$ is the product $Q\, C_i P^\top$, where the small matrix
+    $C_i$ (p, q) is called its core. Sums and inner products of the matrices are computed from the cores alone, because
+    the bases are orthonormal.
 
     Attributes:
-        left: a function that multiplies coordinates (*batch, p, any) by $Q$, and returns (*batch, m, any).
-        right: a function that multiplies coordinates (*batch, q, any) by $P$, and returns (*batch, n, any).
-        cores: the cores $C_i$ (k, *batch, p, q).
-        columns: the coordinates of the concatenated factors of all $X_i$, (*batch, p, any) and (*batch, q, any).
-        ranks: the number of columns of each factor of $X_i$.
-        dtypes: the original dtype of each $X_i$.
+        left: a function that returns the product $Q Z$ (*batch, m, j) for any matrix $Z$ (*batch, p, j).
+        right: a function that returns the product $P Z$ (*batch, n, j) for any matrix $Z$ (*batch, q, j).
+        cores: the cores $C_i$ (k, *batch, p, q) of k matrices.
+        columns: the matrices $Q^\top [B_1, \dots, B_k]$ and $P^\top [A_1^\top, \dots, A_k^\top]$, which contain the
+            coordinates of all factors.
+        ranks: the number of columns of each $B_i$.
+        dtypes: the original dtype of the factors of each $X_i$.
     """
 
     left: BasisMap
@@ -237,8 +245,7 @@ class JointBasis:
     def gram(self, rows: Tensor) -> Tensor:
         r"""Compute the inner products of several linear combinations $\sum_i c_{ji} X_i$ of the matrices $X_i$.
 
-        The method first combines the small cores of the matrices, and then multiplies the combinations. It is therefore
-        accurate even for a small difference of two large matrices, where a difference of squared norms would cancel.
+        The result is accurate even for a small difference of two large matrices.
 
         Args:
             rows: the coefficients $c_{ji}$ (j, k) of j combinations of k matrices.
@@ -251,6 +258,8 @@ class JointBasis:
             >>> JointBasis.of(near, 1).gram(torch.tensor([[-1.0, 1.0]])).round(decimals=12)
             tensor([[0.2500]], dtype=torch.float64)
         """
+        # The matrices are combined before they are multiplied. A sum of their inner products would cancel if a
+        # combination is a small difference of large matrices.
         combinations = self._combinations(rows)
         # Q and P are orthonormal, so inner products of matrices equal inner products of their cores.
         flat = combinations.flatten(-2).movedim(0, -2)
@@ -268,11 +277,14 @@ class JointBasis:
     def rounding(self, coefficients: Tensor, truncated_svd: TruncatedSVD) -> Tensor:
         r"""Estimate the rounding error of each singular value of a linear combination $\sum_i c_i X_i$ of matrices.
 
-        The factors $B$ and $A$ of each matrix were rounded to a dtype with the machine epsilon $\varepsilon$. The error
-        of a column $b$ of $B$ changes the singular value with the singular vectors $u$ and $v$ by about
-        $\varepsilon |b| (a \cdot v)$, where $a$ is the corresponding row of $A$. The error of $a$ changes it by about
-        $\varepsilon (u \cdot b) |a|$. The estimate is therefore large only in the directions of large columns. Such
-        columns remain, for example, if large terms of the sum cancel.
+        Each matrix is the product $X_i = B A$ of two factors, which were rounded to a dtype with the machine epsilon
+        $\varepsilon$. Let $b$ be a column of $B$, and let $a$ be the corresponding row of $A$. For a singular value
+        with the singular vectors $u$ and $v$:
+
+        - The rounding error of $b$ changes the singular value by about $\varepsilon\, |c_i|\, |b|\, |a \cdot v|$.
+        - The rounding error of $a$ changes the singular value by about $\varepsilon\, |c_i|\, |a|\, |b \cdot u|$.
+
+        The estimate treats these changes as independent. It adds the rounding error of the arithmetic in float64.
 
         Args:
             coefficients: the coefficients $c_i$ (k,).
@@ -281,7 +293,8 @@ class JointBasis:
         Returns:
             An estimate for each singular value, (*batch, any).
         """
-        # All following vectors have one entry for each column of the concatenated factors.
+        # All following vectors have one entry for each column of the concatenated factors. The estimate is large only
+        # in the directions of large columns, which remain, for example, if large terms of the sum cancel.
         counts = torch.tensor(self.ranks)
         sizes = coefficients.abs().double().repeat_interleave(counts)
         eps = torch.tensor([torch.finfo(dtype).eps for dtype in self.dtypes], dtype=torch.float64)

@@ -64,9 +64,9 @@ class FactorEntries:
 
     @cached_property
     def leaf(self) -> Entry:
-        """The name, shape and dtype of the tensor that replaces the two factors.
+        """The name, shape and dtype of the tensor that replaces the two factors $A$ and $B$ of the adapter.
 
-        The dtype is wide enough to represent the values of both factors exactly.
+        The dtype represents the values of both factors exactly.
         """
         return Entry(self.pair.leaf_name, self.space.shape, _wider_dtype(self.first.dtype, self.second.dtype))
 
@@ -82,13 +82,13 @@ class FactorEntries:
         return self.first.shape[0]
 
     def check(self, state: Mapping[str, Tensor], prefix: str) -> int:
-        """Check the two factors in a state dict, and return their rank.
+        """Check the two factors $A$ and $B$ of this adapter in the state dict of a client, and return their rank.
 
-        Their rank can differ from the rank of this adapter, but their other sizes must be those of this adapter. Their
-        dtypes must not be wider than the dtype of `leaf`.
+        The client can use another rank than this adapter. All other sizes of the factors must be equal.
 
         Raises:
-            StateDictError: if a tensor does not match. The message contains its name.
+            StateDictError: if a tensor does not match, or has a wider dtype than the combined tensor `leaf`. The
+                message contains the name of the tensor.
         """
         rank = self.pair.check(state, prefix=prefix)
         for entry in (self.first, self.second):
@@ -125,10 +125,13 @@ class FactorEntries:
         return point
 
     def split(self, point: Tensor) -> dict[str, Tensor]:
-        """Convert the tensor that represents this adapter to the two factors of a state dict.
+        r"""Convert the tensor that represents this adapter back to the factors $A$ and $B$ of a state dict.
 
-        The factors have their original dtypes, and their product does not include the scaling. They are balanced,
-        unless exactly one factor is 0, as in a new adapter.
+        The factors have their original dtypes, and their product does not include the scaling. In general, the factors
+        are balanced: $B^\top B = A A^\top$. There are two exceptions:
+
+        - If exactly one factor is 0, as in a new adapter, the factors are unchanged.
+        - If the product has a lower rank than the factors, the unused rows of $A$ are initialised as in PEFT.
 
         Raises:
             StateDictError: if the dtype of a tensor overflows.
@@ -146,11 +149,13 @@ class FactorEntries:
 
 @dataclass(frozen=True)
 class ScaledBias:
-    """The bias of the second factor of a LoRA adapter, which a model multiplies by the scaling of the adapter.
+    """The bias of the layer `lora_B` of a LoRA adapter.
+
+    The model multiplies the output of this layer by the scaling of the adapter, so the bias is scaled as well.
 
     Attributes:
         entry: the name, shape and dtype of the bias.
-        factor_name: the name of the second factor, `lora_B`.
+        factor_name: the name of the weight of `lora_B`.
         scaling: the scaling of the adapter.
     """
 
@@ -161,15 +166,16 @@ class ScaledBias:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The LoRA adapters of a state dict.
+    """The LoRA adapters of a state dict, with methods that combine the two factors of each adapter into one tensor.
 
-    A state dict contains two factors for each adapter, under the names that PEFT gives them. A *stacked* state dict
-    contains one tensor for each adapter, which represents the scaled product of the two factors. Biases of second
-    factors are also multiplied by the scaling. All other entries are the same in both state dicts.
+    A state dict of the library PEFT contains two factors for each adapter, $A$ (`lora_A`) and $B$ (`lora_B`). A
+    *stacked* state dict instead contains one tensor for each adapter, which represents the product $s B A$ with the
+    scaling $s$. If the layer `lora_B` has a bias, the stacked state dict contains the bias multiplied by $s$. All other
+    entries are the same in both state dicts.
 
     Attributes:
-        factors: the pair of factors of each adapter.
-        biases: the biases of second factors.
+        factors: the two factors of each adapter.
+        biases: the biases of the layers `lora_B`, which only some adapters have.
     """
 
     factors: tuple[FactorEntries, ...]
@@ -252,7 +258,13 @@ class Adapters:
         return {pair.leaf.name: pair for pair in self.factors}
 
     def entries(self, stacked: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Convert the entries of a stacked state dict to those of a state dict with separate factors."""
+        """Replace the entry of each LoRA adapter by the entries of its two factors.
+
+        An entry is the name, shape and dtype of one tensor of a state dict.
+
+        Args:
+            stacked: a mapping from names to entries, of a state dict that contains one tensor for each adapter.
+        """
         biases = {bias.entry.name: bias.entry for bias in self.biases}
         entries: dict[str, Entry] = {}
         for name, entry in stacked.items():
@@ -261,9 +273,13 @@ class Adapters:
         return entries
 
     def gauge_free_norms(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Replace the stacked factors of each adapter by the approximate Frobenius norm of their product.
+        """Replace the factors of each LoRA adapter by the approximate Frobenius norm of their product.
 
-        Different factors can have the same product. The norm depends only on the product.
+        Different factors can have the same product, so the norms of the factors of two models are not comparable. The
+        norms of the products are comparable.
+
+        Args:
+            stacked: a state dict in which one tensor contains both factors of an adapter.
         """
         norms = dict(stacked)
         for name, pair in self._factors_by_leaf.items():
@@ -281,9 +297,9 @@ class Adapters:
         return factors | {bias.entry.name: bias.entry for bias in self.biases}
 
     def empty_stacked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a stacked state dict in which the tensors of the adapters are uninitialised.
+        """Return a state dict in which one uninitialised tensor replaces the two factors of each LoRA adapter.
 
-        Only the shapes and dtypes of these tensors are defined.
+        The biases of the adapters are also uninitialised. Only the shapes and dtypes of these tensors are meaningful.
         """
         entries = (*(pair.leaf for pair in self.factors), *self._stacked_biases)
         return self._replace_factors(
@@ -369,11 +385,13 @@ class Adapters:
 
 
 def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -> Tensor:
-    r"""Return balanced factors $B$ and $A$ of a matrix, in which all columns of $B$ and all rows of $A$ can be trained.
+    r"""Return factors $B$ (m, r) and $A$ (r, n) of a matrix, all entries of which can be trained by gradient descent.
 
-    If the rank of the matrix is lower than the number of columns of $B$, the last columns of $B$ and the last rows of
-    $A$ would both be 0. Their gradients would then always be 0. These rows of $A$ are therefore initialised as in PEFT:
-    uniform in $\pm 1 / \sqrt n$, with a fixed seed. The columns of $B$ remain 0, so the product does not change.
+    If the rank of the matrix is r, the factors are balanced: $B^\top B = A A^\top$. If the rank is lower, the last
+    columns of $B$ and the last rows of $A$ would be 0 in balanced factors. Their gradients would also be 0, so training
+    would never change them. The last rows of $A$ are therefore initialised as in PEFT, with uniform random numbers
+    between $-1 / \sqrt n$ and $1 / \sqrt n$ and a fixed seed. The last columns of $B$ remain 0, so the product does not
+    change.
 
     Args:
         truncated_svd: the SVD of the matrix.

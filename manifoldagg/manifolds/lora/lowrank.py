@@ -181,11 +181,9 @@ class LowRank(Manifold):
         return x[..., : self.m, :].double(), x[..., self.m :, :].double()
 
     def _factor_qrs(self, x: Tensor) -> tuple[FactorQR, FactorQR]:
-        r"""Return the QR decompositions of the factors $B$ and $A^\top$ of a point.
-
-        Singular values of the factors count as 0 if they are at the rounding level of the dtype of `x`.
-        """
+        r"""Return the QR decompositions of the factors $B$ and $A^\top$ of a point."""
         b, a = self._split(x)
+        # The dtype of x determines which singular values count as 0 in the pseudoinverses of the factors.
         return FactorQR.of(b, x.dtype), FactorQR.of(a, x.dtype)
 
     def _horizontal(self, left: FactorQR, right: FactorQR, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,10 +195,8 @@ class LowRank(Manifold):
         return orthogonal_part(left.basis, db), da + right.full_basis @ (left.inverse @ inside).mT
 
     def _coordinates(self, left: FactorQR, right: FactorQR, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three orthogonal components of a tangent, so that its squared norm is the sum of their squared norms.
-
-        The docstring of the class defines these components, $M$, $U_p$ and $V_p$.
-        """
+        """Decompose a tangent into three orthogonal components, whose squared norms add up."""
+        # The docstring of the class defines these components, M, U_p and V_p.
         db, da = self._split(u)
         columns = db @ right.factor.mT
         rows = da @ left.factor.mT

@@ -29,10 +29,13 @@ OTHER_ADAPTERS = re.compile(
 
 @dataclass(frozen=True)
 class FactorPair:
-    """The names of the two factors of a LoRA adapter in a state dict. Their product is the matrix $B A$.
+    """The names of the two factors $A$ and $B$ of a LoRA adapter in a state dict.
+
+    The adapter changes a weight matrix by the product $B A$ (m, n) of the factors.
 
     Attributes:
-        first: the name of $A$ (r, ...). All axes after the first count as one axis with n entries.
+        first: the name of $A$ (r, n). For a convolution, $A$ has further axes, and n is the product of the lengths of
+            all axes after the first.
         second: the name of $B$ (m, r), or (m, r, 1, 1) for a convolution.
     """
 
@@ -106,12 +109,14 @@ class FactorPair:
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """The names of the tensors of an adapter, grouped by their roles.
+    """The names of the tensors of a LoRA adapter, grouped by their roles.
 
     Attributes:
-        pairs: the pairs of factors, in the order of the state dict.
-        scaled_biases: the biases of second factors, which the model multiplies by the scaling of the adapter.
-        unpaired: all other tensors, such as magnitudes and classification heads.
+        pairs: the names of the two factors `lora_A` and `lora_B` for each adapted layer, in the order of the state
+            dict.
+        scaled_biases: the names of the biases of the layers `lora_B`. The model multiplies these biases by the scaling
+            of the adapter.
+        unpaired: the names of all other tensors, such as the magnitudes of DoRA and classification heads.
     """
 
     pairs: tuple[FactorPair, ...]
@@ -159,9 +164,10 @@ def classify_tensors(names: Iterable[str], *, prefix: str = "adapter: ") -> Adap
 
 
 def find_first_factor(names: Iterable[str]) -> str | None:
-    """Return the name of the first factor $A$ whose second factor $B$ is also among `names`.
+    """Return the name of the factor `lora_A` of the first LoRA adapter among `names`.
 
-    The result is `None` if there is no such pair of factors.
+    A factor `lora_A` without the matching factor `lora_B` does not count as an adapter. If there is no adapter, the
+    result is `None`.
 
     Example:
         >>> find_first_factor(["w", "q.lora_A.weight", "q.lora_B.weight"])
