@@ -210,9 +210,9 @@ def combine(
 ) -> Row:
     r"""Add a linear combination of rows to a base row, for example weighted client updates to a model.
 
-    A row consists of P entries, such as all parameters of a model. Row $j$ is a difference $a_j - b_j$ with an optional
-    subtrahend $b_j$. The entries can be divided into segments, each with its own coefficients. For an entry $p$ in
-    segment $s$ with the coefficients $c^{(s)}_j$, the result is
+    A row is a vector of P entries, such as all parameters of a model. Row $j$ of the sum can also be given as a
+    difference $a_j - b_j$ of two vectors. The entries can be divided into segments, such as the layers of the model.
+    The coefficients $c^{(s)}_j$ then depend on the segment $s$. For an entry $p$ in segment $s$, the result is
 
     $$\mathrm{out}[p] = \mathrm{base}[p] + \sum_j c^{(s)}_j\,(a_j[p] - b_j[p]).$$
 
@@ -281,12 +281,7 @@ def _combine_autograd(
     bounds: Sequence[tuple[int, int]],
     out: Operand | None,
 ) -> Row:
-    """Compute `combine` with differentiable PyTorch operations.
-
-    If the coefficients are plain numbers, a row with the coefficient 0 is skipped, as in the compiled backends. If the
-    coefficients are a tensor, no row is skipped. The derivative with respect to a coefficient depends on the row even
-    if the coefficient is 0.
-    """
+    """Compute `combine` with differentiable PyTorch operations."""
     if out is not None:
         raise ArgumentError(
             "out: expected None while autograd tracks an argument; omit it, or call combine within torch.no_grad()"
@@ -296,6 +291,8 @@ def _combine_autograd(
     parts = [dense.new_zeros(0)]
     for s, (a, b) in enumerate(bounds):
         if isinstance(numbers, Tensor):
+            # The derivative with respect to a coefficient depends on the row even if the coefficient is 0, so no row is
+            # skipped.
             parts.append(numbers[s].to(dense.device, torch.float64) @ dense[:, a:b])
         else:
             # Zero coefficients are dropped before the product, because 0 times NaN or infinity is NaN.

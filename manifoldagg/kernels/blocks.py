@@ -65,10 +65,10 @@ class Blocks:
 
     @cached_property
     def reduction_levels(self) -> list[tuple[Index, Index]]:
-        """The levels of the binary tree in which `pairwise_sum` adds the sums of the blocks.
+        """The order in which `pairwise_sum` adds the sums of the blocks, as the levels of a binary tree.
 
-        Each level consists of two sequences of block indices. At this level, the sum of each block in the second
-        sequence is added to the sum of the block at the same position in the first sequence.
+        A level is a pair `(left, right)` of index sequences of equal length. For each i, the sum of block `right[i]` is
+        added to the sum of block `left[i]`.
         """
         remaining = np.arange(len(self.table))
         levels = []

@@ -1,10 +1,14 @@
 """Exchange of numbers between the ranks of a process group, without a deadlock if one rank fails.
 
-Without precautions, a rank that raises an exception sends no numbers, and the other ranks wait for it forever. In this
-module, every rank first sends a message of fixed length, even if it rejects its arguments. The message contains the
-sender, the operation, and as many of the numbers as fit. From these messages, all ranks detect whether a rank failed
-and whether all calls agree. If the calls agree, a second message contains the remaining numbers. On a device mesh, each
-message is gathered along one mesh dimension after another.
+If a rank raised an exception and sent nothing, the other ranks would wait for it forever. Every rank therefore sends a
+first message of fixed length, even if it rejects its arguments. The message contains three things:
+
+- whether the rank accepts its arguments;
+- the properties of the call that must be equal on all ranks, such as the operation;
+- the first numbers of the rank.
+
+From these messages, all ranks detect failures and differing calls. If a rank has more numbers than fit into the first
+message, a second message contains the rest.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,8 +36,9 @@ class Ranks:
     """The ranks that exchange messages, and the position of the current rank among them.
 
     Attributes:
-        groups: the process groups over which messages are gathered, one after another. A device mesh has one group for
-            each dimension, from the last dimension to the first.
+        groups: the process groups in which messages are exchanged, one after another. For a device mesh, these are the
+            groups of its dimensions, from the last to the first. Each exchange includes all messages of the previous
+            exchanges, so that every rank finally has the messages of the whole mesh.
         position: the index of the current rank, in row-major order on a mesh.
         device: the device of the messages for process groups that do not support the CPU.
     """
@@ -134,11 +139,12 @@ def _check_agreement(packets: np.ndarray, names: tuple[str, ...]) -> None:
     # comparison of the invariants.
     """Check that no rank reported a failure and that all ranks made the same call.
 
-    Each of the W ranks sent one row of `packets`, which has the shape (W, `PACKET_SIZE`). After a header, each row
-    contains the numbers named in `names`, which must be equal on all ranks.
+    Args:
+        packets: (W, `PACKET_SIZE`), the first messages of the W ranks.
+        names: the names of the values that follow the header of a message. They must be equal on all ranks.
 
     Raises:
-        ArgumentError: if a rank reported a failure, or if one of these numbers differs between ranks.
+        ArgumentError: if a rank reported a failure, or if one of these values differs between ranks.
     """
     accepted = packets[:, 0]
     ranks = packets[:, 2].astype(int).tolist()

@@ -23,8 +23,8 @@ class LinearCombination:
         base: the row to which the weighted sum is added, or `None` for zero.
         rows: the rows of the weighted sum.
         coefficients: a single list with one coefficient for each row, or one such list for each tensor of the rows.
-        out: the row that receives the result. If several combinations are computed together, every `out` must be a
-            tensor list of the same lengths, or a row in new memory.
+        out: the row that receives the result. The function `combine_many` requires a `TensorList`, with tensors of the
+            same lengths in all combinations. The function `gram_combine` requires newly allocated memory.
     """
 
     base: Operand | None

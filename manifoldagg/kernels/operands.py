@@ -138,14 +138,12 @@ class Operands:
         return self._paired(self.plus, minus)
 
     def _paired(self, plus: Sequence[Operand], minus: Sequence[Operand | None]) -> "Operands":
-        """Build new operands from minuends and subtrahends that are already validated.
-
-        The new operands share the size, the device and the cached memory descriptors of the current operands.
-        """
+        """Build new operands from rows that these operands have already validated."""
         operands = Operands()
         operands.size = self.size
         operands.device = self.device
         operands.lengths = self.lengths
+        # The descriptors are a cache that both objects share, so each row is described only once.
         operands.described = self.described
         operands.plus = tuple(plus)
         operands.minus = tuple(minus)
@@ -155,8 +153,16 @@ class Operands:
     def with_base_and_out(self, base: Row | None, out: Row | None) -> tuple["Operands", Operand | None, Operand | None]:
         """Validate the base row and the target row of a linear combination of these rows.
 
-        The method returns the rows, the base and the target. If any of them is a list of tensors, the vectors among
-        them are treated as if they were divided into tensors of the same lengths.
+        The linear combination is added to the base, and the sum is written into the target `out`. Both must have the
+        same size and device as the rows.
+
+        Returns:
+            The rows, the base and the target. If the base or the target is a list of tensors and the rows are vectors,
+            the kernels process the vectors in pieces with the lengths of these tensors. The returned rows then contain
+            the lengths.
+
+        Raises:
+            ArgumentError: if the base or the target is not a valid row.
         """
         # If vectors are divided into pieces, this must not change the caller's operands.
         cut = self.lengths is None and (isinstance(base, tuple) or isinstance(out, tuple))
@@ -223,9 +229,9 @@ class Operands:
         return f": expected {self.size} entries, got {sum(tensor.numel() for tensor in row)}"
 
     def materialise(self) -> Tensor:
-        """Compute the k rows as one float64 tensor (k, P).
+        """Compute all k rows, each with P entries, as one float64 tensor (k, P).
 
-        The method uses only PyTorch operations, so it supports autograd and all function transforms.
+        The method uses only PyTorch operations. It therefore supports autograd and function transforms such as `vmap`.
         """
         pairs = zip(self.plus, self.minus, strict=True)
         return torch.stack([as_float64(a) if b is None else as_float64(a) - as_float64(b) for a, b in pairs])
@@ -233,9 +239,10 @@ class Operands:
     def prepare(self) -> "Operands":
         """Convert the rows to the form that the backends read.
 
-        Backends read the tensors of a list as contiguous memory, so the method copies noncontiguous tensors. If the
-        rows are on the CPU and the native library can read them, the method also stores their addresses, strides and
-        dtypes in `tables`.
+        Backends can read vectors with any stride, but they cannot read noncontiguous tensors in a list. The method
+        copies these tensors. For rows on the CPU, it also stores the address, stride and dtype of each tensor in
+        `tables`. The compiled code of the backend `cpu` reads the rows by means of these tables, if it supports all
+        tensors.
         """
         if self.tables is not None:
             return self
@@ -297,7 +304,8 @@ def bump_version(out: Operand) -> None:
 def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
     """Check that the target `out` of a linear combination does not partially overlap an operand in memory.
 
-    The target may be identical to an operand, because the backends read each entry before they write it.
+    The target may be exactly the same memory as an operand, because each entry is read before it is written. With a
+    partial overlap, a write could change an entry that is read later.
 
     Raises:
         ArgumentError: if `out` partially overlaps an operand or itself.

@@ -60,22 +60,23 @@ def gram_matrices(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> Ten
 
 
 def _sum_over_blocks(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> np.ndarray:
-    """For each segment, add the products of its blocks, in compiled code if it is available.
-
-    The result contains the high part of each sum, as defined in `pairwise_sum`.
-    """
+    """Add the products of all blocks in each segment, in compiled code if it is available."""
     compiled = getattr(selection.backend_for(rows.device), "pairwise_sum", None)
+    # Only the totals are needed, so the low parts of the sums are discarded.
     result: np.ndarray = pairwise_sum(block_sums, blocks)[0] if compiled is None else compiled(block_sums, blocks)
     return result
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    r"""For each segment, add the sums of its blocks, and compensate the rounding errors.
+    r"""Add the sums of the blocks in each segment, and compensate the rounding errors.
 
-    Each total is represented by two numbers, a high part $h$ and a low part $l$, whose sum $h + l$ is never rounded.
     The function adds neighbouring blocks pairwise, level by level. Knuth's two-sum algorithm computes the rounding
-    error of each addition, and $l$ is the sum of these errors. For summands $x$ and the unit roundoff $u$ of float64,
-    the error of $h + l$ is therefore of order $u^2 \sum |x|$. Except for ties, $h$ is the exact sum, rounded once.
+    error of each addition, and these errors are added separately. Each total therefore consists of a high part $h$,
+    which is the rounded total, and a low part $l$, which is the remaining error.
+
+    For summands $x$ and the unit roundoff $u$ of float64, $h + l$ differs from the exact sum by a term of order
+    $u^2 \sum |x|$. Except for ties, $h$ is therefore the exact sum, rounded once, unless the summands cancel almost
+    completely.
 
     Args:
         block_sums: (B, n) float64, one row for each block.
@@ -146,11 +147,19 @@ def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
 
 
 def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarray) -> np.ndarray:
-    """Compute scaling factors for rows whose squares overflow or underflow in float64.
+    """Compute powers of two that scale rows whose squares overflow or underflow in float64.
 
-    The factor of a row in a segment is a power of two by which the row is divided. The function returns the exponents
-    (S, k) of these powers, for S segments and k rows. The exponent is 0 for a row within range. It is also 0 for a row
-    that is zero or not finite, because scaling does not change its products.
+    Such a row is divided by $2^e$ before its inner products are computed. The power $2^e$ is close to the largest entry
+    of the row.
+
+    Args:
+        rows: k rows.
+        blocks: the blocks of S segments.
+        is_out_of_range: (S, k), whether the squared norm of a row in a segment is out of range.
+
+    Returns:
+        (S, k), the exponent $e$ for each row in each segment. The exponent is 0 for a row that is within range, zero or
+        not finite.
     """
     powers = np.zeros(is_out_of_range.shape, int)
     for s, i in np.argwhere(is_out_of_range).tolist():
@@ -185,10 +194,9 @@ def unpack_symmetric(sums: np.ndarray, k: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _triangle_indices(k: int) -> np.ndarray:
-    """Return the indices that expand a lower triangle to a symmetric k x k matrix.
+    """Return the indices that expand the lower triangle of a matrix to the symmetric k x k matrix.
 
-    The triangle is stored row by row. Entry (i, j) of the result is the position at which entry (i, j) of the matrix is
-    stored.
+    The triangle is stored row by row. For k = 2, the indices are therefore [[0, 1], [1, 2]].
     """
     low, high = np.sort(np.indices((k, k)), axis=0)
     return np.asarray(high * (high + 1) // 2 + low)
@@ -196,10 +204,7 @@ def _triangle_indices(k: int) -> np.ndarray:
 
 @torch.no_grad()
 def _max_abs(rows: Operands, i: int, start: int, stop: int) -> float:
-    """Return the largest absolute value of the entries of row i between `start` and `stop`.
-
-    If one of these entries is NaN, the result is NaN.
-    """
+    """Return the largest absolute value in a range of row i, or NaN if the range contains NaN."""
     maxima = [0.0]
     minus = rows.minus[i]
     for low in range(start, stop, BLOCK_SIZE):

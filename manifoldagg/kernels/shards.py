@@ -115,8 +115,8 @@ class LocalShard:
 
     Attributes:
         blocks: the partition of the local entries into blocks.
-        is_counted: for each segment, whether this rank adds its entries to a Gram matrix. Only one rank adds a
-            replicated segment.
+        is_counted: for each segment, whether a Gram matrix includes the entries of this rank. If several ranks store
+            copies of the same entries, the copy of only one rank is included.
         segments_checksum: a checksum of the segments, which must be equal on every rank.
         dtypes_checksum: a checksum of the names and dtypes of the vectors, which must be equal on every rank.
         local_tensors: a mapping from the `id` of each vector to its local part.
@@ -162,10 +162,7 @@ class LocalShard:
 
 
 def _shard_of_group(vectors: dict[str, Operand], segments: SegmentBounds) -> LocalShard:
-    """Return the local shard of plain tensors in a context of `across_ranks`.
-
-    The given segments already describe the local entries, so they are used unchanged.
-    """
+    """Return the part of distributed vectors that this rank stores as plain tensors."""
     group, replicated_segments = SHARD_GROUP.get() or (None, ())
     if replicated_segments and replicated_segments[-1] >= len(segments):
         raise ArgumentError(f"replicated: expected segments below {len(segments)}, got {replicated_segments[-1]}")
@@ -173,16 +170,14 @@ def _shard_of_group(vectors: dict[str, Operand], segments: SegmentBounds) -> Loc
     first = dist.get_rank(group) == 0
     counted = tuple(first or s not in replicated_segments for s in range(len(segments)))
     tensors = {id(vector): vector for vector in vectors.values()}
+    # Within `across_ranks`, the segments already describe the local entries, so they are not cut.
     return LocalShard(
         Blocks.of(tuple(segments)), counted, _checksum(replicated_segments), _dtypes_checksum(vectors), tensors
     )
 
 
 def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalShard:
-    """Return the local shard of vectors that are `DTensor`s.
-
-    The given segments refer to the whole vector. The function restricts them to the entries that this rank stores.
-    """
+    """Return the part of distributed vectors (`DTensor`s) that this rank stores."""
     first = vectors["rows[0]"]
     for name, vector in vectors.items():
         _check_placement(name, vector, first)

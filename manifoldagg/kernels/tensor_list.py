@@ -106,11 +106,11 @@ class _lazy(Generic[T]):
 class TensorList(tuple[Tensor, ...]):
     """A tuple of tensors that the kernels treat as one long vector.
 
-    The tensors can have any shapes and dtypes. The kernels also accept a plain tuple of tensors, but read its shapes,
-    dtypes and addresses again in each call. A `TensorList` caches these attributes.
+    The tensors can have any shapes and dtypes. The kernels also accept a plain tuple of tensors, but they then read the
+    shapes, dtypes and addresses of the tensors in every call. A `TensorList` caches these attributes.
 
-    Use a tensor list during one aggregation step only. In that time, the values of its tensors may change, but their
-    shapes, dtypes and storage must not, because the cache would become invalid.
+    Use a tensor list only within one aggregation step. During this step, the values of the tensors may change. Their
+    shapes, dtypes and storage must not change, because the cached attributes would become invalid.
 
     Example:
         >>> from manifoldagg.kernels import combine, gram
@@ -147,10 +147,11 @@ class TensorList(tuple[Tensor, ...]):
 
     @property
     def form(self) -> bytes:
-        """A key that is equal for two tensor lists if their tensors have equal shapes and dtypes.
+        """The shapes and dtypes of the tensors as a key, or `b""` if the native reader cannot read the tensors.
 
-        If the native reader does not support the tensors, the key is `b""`. Otherwise, all tensors are dense,
-        allocated, on the CPU, and not negative views.
+        If the keys of two tensor lists are equal and not empty, their tensors have equal shapes and dtypes. A key that
+        is not empty also guarantees that the tensors are dense and are stored in CPU memory, and that no tensor is a
+        negative view (a view that torch negates when it is read).
         """
         if "table" not in self.__dict__:
             self.read()
@@ -259,7 +260,7 @@ class TensorList(tuple[Tensor, ...]):
 def _descriptors(row: TensorList) -> bytes:
     """Encode the address, stride and dtype of each contiguous tensor as three 64-bit integers.
 
-    If the memory of a tensor does not contain its values, the result is `b""`. An example is a negative view.
+    The result is `b""` if the values of a tensor cannot be read from its memory.
     """
     addresses = row.addresses
     # A negative view stores the negated values of its entries, so its memory must not be read directly.
@@ -279,14 +280,15 @@ def _descriptors(row: TensorList) -> bytes:
 
 
 def describe_vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes:
-    """Encode the address, stride and dtype of a vector for `native.cpp`.
-
-    With `lengths`, the vector is divided into pieces of these lengths, and the result describes each piece. If
-    `native.cpp` cannot read the vector, the result is `b""`.
+    """Encode the address, stride and dtype of a vector as bytes, from which the compiled code in `native.cpp` reads it.
 
     Args:
         vector: a vector on the CPU.
-        lengths: the lengths of the pieces; `None` means one piece.
+        lengths: the lengths of consecutive pieces of the vector, each of which is encoded separately. `None` means one
+            piece.
+
+    Returns:
+        The encoded pieces, or `b""` if `native.cpp` cannot read the vector.
     """
     dtype = NATIVE_DTYPES.get(vector.dtype)
     address = vector.data_ptr()

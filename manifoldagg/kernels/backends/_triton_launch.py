@@ -1,9 +1,11 @@
-"""Encoding of the arguments of a Triton launch, so that new argument values do not cause a recompilation.
+"""Encoding of the arguments of a Triton kernel, so that new argument values do not cause a recompilation.
 
-Triton compiles separate versions of a kernel for integer arguments that are 1 and for those that are divisible by 16.
-Addresses, strides and coefficients differ between launches, so they would cause many compilations. They are therefore
-passed as opaque integers, which are always odd and greater than 1. This encoding also hides the alignment of the
-addresses, so the constant `is_aligned` declares the alignment to the kernel.
+Triton compiles a separate version of a kernel if an integer argument is 1, and another one if it is divisible by 16.
+Addresses, strides and coefficients differ between calls, so they would cause many compilations. Each of these arguments
+is therefore encoded as an odd integer greater than 1, which is called opaque here. The kernel decodes it.
+
+The compiler also cannot see the alignment of an encoded address. The constant `is_aligned` therefore declares the
+alignment to the kernel.
 """
 
 import struct
@@ -53,10 +55,10 @@ class LaunchOperands:
     def of(
         operands: Sequence[Any], lengths: tuple[int, ...] | None = None, blocks: Blocks | None = None
     ) -> "LaunchOperands":
-        """Assign an index to each distinct row of a launch.
+        """Assign an index to each distinct operand (row) of a kernel launch.
 
-        Rows that occur more than once get the lowest indices. The kernel reads each of these rows only once and keeps
-        it in registers.
+        Operands that occur more than once get the lowest indices. The kernel reads each of them only once and keeps it
+        in registers.
 
         Args:
             operands: vectors, tuples of contiguous tensors of one dtype, or `None`.
@@ -121,10 +123,13 @@ def _address_table(
 
 @lru_cache(maxsize=64)
 def piece_tables(lengths: tuple[int, ...], blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two cached tables that describe how rows are divided into pieces, on the device.
+    """Return two tables on the device that describe how a row is divided into pieces, such as the tensors of a model.
 
-    The pieces are, for example, the tensors of a model. The first table contains the offset of each piece and the end
-    of the last piece. The second table contains, for each block, the index of the first piece that overlaps the block.
+    - The first table contains the offset of each piece, followed by the end of the last piece.
+    - The second table contains one number for each block, which is a range of entries that the kernel processes
+      separately. The number is the index of the first piece that overlaps the block.
+
+    Both tables are cached.
     """
     borders = edges(lengths)
     # `side="right"` skips empty pieces, whose start is equal to the start of the next piece.

@@ -80,10 +80,13 @@ def origin() -> str:
 def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
     r"""Compute the inner products of all pairs of rows, separately for each block of consecutive entries.
 
-    For k rows $r_i$ and B blocks, the result is a float64 array (B, k(k+1)/2). It contains the sum
-    $\sum_{p \in b} r_i[p]\, r_j[p]$ over the entries $p$ of each block $b$, for each pair of rows $r_i$ and $r_j$ with
-    $j \le i$. If the tensors are not on the CPU, have an unsupported dtype, or are not in plain memory, the function
-    returns `None`.
+    For the rows $r_i$ and $r_j$, the product over a block $b$ is the sum $\sum_{p \in b} r_i[p]\, r_j[p]$ over the
+    entries $p$ of this block.
+
+    Returns:
+        A float64 array (B, k(k+1)/2) for B blocks and k rows, with one column for each pair of rows $i$ and $j \le i$.
+        `None` if the compiled code cannot read a tensor. It cannot read tensors on other devices, unsupported dtypes,
+        negative views, and lazily allocated zero tensors.
     """
     if rows.tables is None:
         return None
@@ -108,8 +111,8 @@ def combine(
 
     Each segment $s$ of the rows, such as the parameters of one layer, has its own coefficients $c^{(s)}_j$. With the
     rows $r_j$, the result in this segment is $out = base + \sum_j c^{(s)}_j\, r_j$. Each entry is computed in float64
-    and rounded once. If the tensors are not on the CPU, have an unsupported dtype, or are not in plain memory, the
-    function returns `None` and writes nothing.
+    and rounded once. If the compiled code cannot read a tensor, as in `block_products`, the function returns `None`
+    and writes nothing.
     """
     if rows.tables is None:
         return None
@@ -146,8 +149,8 @@ def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[b
             the library writes such a target after it has computed all combinations.
 
     Returns:
-        `True`. If the tensors are not on the CPU, have an unsupported dtype, or are not in plain memory, the result is
-        `None`, and nothing is written.
+        `True`. If the compiled code cannot read a tensor, as in `block_products`, the result is `None`, and nothing is
+        written.
     """
     like = combinations[0].target
     goals = _describe_goals(combinations, deferred, like.lengths)
@@ -169,15 +172,18 @@ def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[b
 def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCombination]) -> np.ndarray | None:
     """Compute inner products of rows and several linear combinations of rows in one pass over the rows.
 
-    The inner products are those of `block_products`. In a linear combination, each row has a single coefficient for all
-    of its entries. If the tensors are not on the CPU, have an unsupported dtype, or are not in plain memory, the
-    function returns `None` and writes nothing.
+    The function returns the inner products in the form of `block_products`. It writes each linear combination into the
+    target row of this combination.
 
     Args:
         rows: the rows of the products.
         blocks: the blocks of one segment.
-        combinations: linear combinations of rows in the same pieces. Their targets must not share memory with the
-            operands.
+        combinations: linear combinations of rows in the same pieces, with a single coefficient for all entries of a
+            row. Their targets must not share memory with the operands.
+
+    Returns:
+        The array of `block_products`. If the compiled code cannot read a tensor, the result is `None`, and nothing is
+        written.
     """
     if rows.tables is None or any(goal.rows.lengths != rows.lengths for goal in combinations):
         return None
@@ -199,11 +205,18 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Compute the high parts of the sums of `reduction.pairwise_sum` in compiled code.
+    """Add the sums of the blocks in each segment in compiled code, and compensate the rounding errors.
 
-    Each sum consists of a high part and a low part, which contains the rounding error. The result (S, n) has the same
-    bits as the high parts that the Python function computes. The array `block_sums` is overwritten, because it serves
-    as scratch memory.
+    The result has the same bits as the totals of `reduction.pairwise_sum`. That function also returns the remaining
+    rounding error of each total, but this function does not.
+
+    Args:
+        block_sums: (B, n) float64, one row for each of B blocks. They may be overwritten, because they serve as scratch
+            memory.
+        blocks: the blocks, with the segment of each block.
+
+    Returns:
+        (S, n), one row for each of S segments.
     """
     # The library computes addresses from the width alone, so the array must be contiguous.
     block_sums = np.ascontiguousarray(block_sums)
@@ -218,10 +231,10 @@ def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
 def _describe_goals(
     combinations: Sequence[LinearCombination], deferred: Sequence[bool], lengths: tuple[int, ...] | None
 ) -> "tuple[array[int], list[Any]] | None":
-    """Encode linear combinations as the table of integers that `native.cpp` reads.
+    """Encode linear combinations as a table of integers for `native.cpp`.
 
-    The table contains memory addresses. The function therefore also returns a list of the objects that own this memory.
-    The caller must keep the list alive during the native call. If the library cannot read a row, the result is `None`.
+    The second result is a list of the objects whose addresses the table contains. The caller must keep this list alive
+    during the native call. If `native.cpp` cannot read the memory of a row, the function returns `None`.
     """
     table = array("q")
     owners: list[Any] = []
@@ -243,9 +256,9 @@ def _describe_goals(
 
 
 def _describe(row: Operand | None, lengths: tuple[int, ...] | None) -> bytes:
-    """Encode the address, stride and dtype of each tensor of a row for `native.cpp`.
+    """Encode the memory of a row for `native.cpp`: the address, stride and dtype of each tensor.
 
-    If the library cannot read the row, the result is `b""`.
+    If `native.cpp` cannot read this memory, for example because of the dtype, the result is `b""`.
     """
     if row is None:
         return NULL_DESCRIPTOR * (1 if lengths is None else len(lengths))
@@ -281,12 +294,10 @@ def _require_library() -> ctypes.CDLL:
 
 @cache
 def _find_library() -> ctypes.CDLL | str:
-    """Load or build the compiled library, and install its reader of tensor lists.
-
-    If this fails, the result is a string that states the reason.
-    """
+    """Return the compiled library, or a string that states why it is unavailable."""
     found = _load_or_build()
     if not isinstance(found, str):
+        # The library also contains a function that reads the attributes of all tensors of a list.
         set_reader(load_reader(Path(found._name)))
     return found
 

@@ -30,10 +30,17 @@ def unavailable() -> str | None:
 def block_products(rows: Operands, blocks: Blocks, scales: np.ndarray | None = None) -> np.ndarray:
     r"""Compute the inner products of all pairs of rows, separately for each block of consecutive entries.
 
-    For k rows $r_i$ and B blocks, the result is a float64 array (B, k(k+1)/2). It contains the sum
-    $\sum_{p \in b} r_i[p]\, r_j[p]$ over the entries $p$ of each block $b$, for each pair of rows $r_i$ and $r_j$ with
-    $j \le i$. If `scales` is given, it is an integer array $e$ (S, k), and row $i$ is first multiplied by $2^{e_{si}}$
-    in segment $s$.
+    For the rows $r_i$ and $r_j$, the product over a block $b$ is the sum $\sum_{p \in b} r_i[p]\, r_j[p]$ over the
+    entries $p$ of this block.
+
+    Args:
+        rows: k rows.
+        blocks: the B blocks. Each block belongs to one of S segments.
+        scales: exponents $e$ (S, k) of powers of two, or `None`. In segment $s$, row $i$ is first multiplied by
+            $2^{e_{si}}$.
+
+    Returns:
+        A float64 array (B, k(k+1)/2), with one column for each pair of rows $i$ and $j \le i$.
     """
     k = len(rows.plus)
     lines = _BlockReader(rows, blocks, k)
@@ -80,9 +87,14 @@ def combine(
 class _BlockReader:
     """A reader that converts rows to float64, one block of entries after another.
 
-    Iterating over the reader yields the index and the segment of each block. The method `read` then copies the current
-    block of a row into one of the `buffers`. `matrices` is a view of all buffers as a batch of small matrices with
-    `PRODUCT_COLUMNS` columns.
+    Iterating over the reader yields the index and the segment of each block. The method `read` then writes the current
+    block of a row into one of the `buffers`.
+
+    Attributes:
+        buffers: float64 vectors for the current block.
+        matrices: a view of the same memory as a batch of small matrices, from which `torch.bmm` computes inner
+            products.
+        subtrahend: the buffer for a vector that `read` subtracts.
     """
 
     buffers: list[Tensor]
@@ -141,15 +153,13 @@ class _BlockReader:
             at += stop - start
 
     def read(self, b: int, j: int, buffer: Tensor) -> None:
-        """Read block b of row j into a float64 buffer, and subtract the subtrahend of the row.
-
-        The reader caches the block of the last subtrahend, because several rows often have the same subtrahend.
-        """
+        """Compute block b of row j in float64, and write it into `buffer`."""
         # The conversion to float64 is exact. It precedes the subtraction, because a difference of nearly equal numbers
         # in a narrower dtype would lose their low bits.
         self.load(self.views[id(self.rows.plus[j])], b, buffer)
         if (minus := self.rows.minus[j]) is None:
             return
+        # Several rows often have the same subtrahend, so the block of the last subtrahend is cached.
         if self.cached_subtrahend is None or self.cached_subtrahend[0] is not minus or self.cached_subtrahend[1] != b:
             self.cached_subtrahend = (minus, b)
             self.load(self.views[id(minus)], b, self.subtrahend)

@@ -1,11 +1,12 @@
-"""Selection of the backend that executes the kernels `gram` and `combine`.
+"""Selection of the backend that computes inner products and linear combinations of rows.
 
 The function `set_backend` or the environment variable `MANIFOLDAGG_BACKEND` selects a backend. The default is `"auto"`,
 which selects `triton` for CUDA tensors and `cpu` for CPU tensors, if these backends are available.
 
-A backend is a module with the functions `block_products` and `combine`. Both functions receive rows that
+A backend is a module with two functions. `block_products` computes inner products over blocks of entries, which the
+kernel `gram` adds to Gram matrices. `combine` computes linear combinations. Both functions receive rows that
 `Operands.prepare` has returned. If a backend cannot read the tensors of a call, its function returns `None` without
-side effects, and the reference backend computes the result.
+side effects. The reference backend then computes the result.
 """
 
 import functools
@@ -137,8 +138,8 @@ def combine(
 def combine_many(combinations: Sequence[LinearCombination]) -> None:
     """Compute several linear combinations of rows, and write each result into its target row.
 
-    A target may also be an operand, because all combinations use the values from before the call. If the backend
-    supports it, a single pass over the rows computes all combinations.
+    A target may also be an operand. Every combination reads the original values of its operands, even if another
+    combination overwrites them. If the backend supports it, a single pass over the rows computes all combinations.
 
     Args:
         combinations: linear combinations of tensor lists of equal lengths. A target must not overlap other targets.
@@ -168,9 +169,10 @@ def combine_many(combinations: Sequence[LinearCombination]) -> None:
 
 
 def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCombination]) -> np.ndarray:
-    """Compute inner products of rows, as `block_products` does, and several linear combinations of rows.
+    """Compute inner products of rows and several linear combinations of rows, in one pass if the backend supports it.
 
-    If the backend supports it, a single pass over the rows computes everything.
+    The function returns the inner products in the form of `block_products`. It writes each linear combination into the
+    target row of this combination.
     """
     rows = rows.prepare()
     together = getattr(backend_for(rows.device), "gram_combine", None)

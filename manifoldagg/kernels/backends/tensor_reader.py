@@ -27,14 +27,20 @@ PYTHON_FUNCTIONS = (
 
 
 def load_reader(path: Path) -> Callable[[tuple[Tensor, ...]], bytes] | None:
-    """Return the native reader in the library at `path`, or `None` if PyTorch or Python does not support it.
+    """Return a native function that reads the attributes of tensors, or `None` if it is not supported.
 
-    The reader is a function of a tuple of tensors. It returns the table that `tensor_reader.cpp` describes, or `b""` in
-    these cases:
+    The native function expects a tuple of tensors. It returns a table with their addresses, shapes and dtypes as bytes.
+    If it cannot read one of the tensors, it returns `b""`. It can only read tensors that meet all of these conditions:
 
-    - a tensor is not in plain CPU memory;
-    - a tensor is a negative view;
-    - the type of a tensor is not exactly `Tensor` or `Parameter`.
+    - The values of the tensor are stored in CPU memory.
+    - The tensor is not a negative view, whose memory contains the negatives of its values.
+    - The type of the tensor is exactly `Tensor` or `Parameter`.
+
+    Args:
+        path: the shared library that contains the function. The file `tensor_reader.cpp` describes the table.
+
+    Returns:
+        The function. `None` if PyTorch lacks the C exchange API of DLPack, or if the Python interpreter is not CPython.
     """
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None or sys.implementation.name != "cpython":  # `id` is an address in CPython only.

@@ -248,10 +248,8 @@ def _decode(value):
 @_jit
 @no_type_check
 def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIGNED: constexpr):
-    """Return pointers to the entries of vector t at the given offsets.
-
-    The pointers to bf16 entries have the type of 16-bit integers, because the kernel converts bf16 by bit operations.
-    """
+    """Return pointers to the entries of operand t at the given offsets."""
+    # The kernel converts bf16 by bit operations, so a pointer to bf16 entries has the type of 16-bit integers.
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
     pointer = _decode(addresses[t]).to(tl.pointer_type(kind))
     # An opaque address hides its divisibility. Without this hint, a thread would load entry by entry.
@@ -263,28 +261,22 @@ def _pointers(t: constexpr, addresses, strides, offsets, DTYPES: constexpr, ALIG
 @_jit
 @no_type_check
 def _piece_pointers(t: constexpr, piece, addresses, strides, offsets, mask, DTYPES: constexpr):
-    """Return pointers to the entries of row t at the given offsets, for one piece of the row.
-
-    A piece is the part of a row that one tensor contains. The function also returns a mask, which excludes the entries
-    of other pieces, and the offset of the following piece.
-    """
+    """Return pointers into one tensor (piece) of row t, their mask, and the end of the piece."""
     kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
     count = _decode(strides[0])
     table = addresses[0] + t * (count + 1)
     start = tl.load(addresses[1] + piece)
     stop = tl.load(addresses[1] + piece + 1)
     pointers = tl.load(table + piece).to(tl.pointer_type(kind)) + (offsets - start) * tl.load(table + count)
+    # The mask excludes the entries of other pieces.
     return pointers, mask & (offsets >= start) & (offsets < stop), stop
 
 
 @_jit
 @no_type_check
 def _find_piece(piece, addresses, low):
-    """Return the index of the piece that contains the entry `low` of a row.
-
-    A piece is the part of a row that one tensor contains. The search goes upwards from the index `piece`. The search is
-    short, because the kernels visit the entries in ascending order.
-    """
+    """Return the index of the piece (one tensor of a row) that contains the entry `low`."""
+    # The search starts at the given piece. It is short, because the kernels visit the entries in ascending order.
     while tl.load(addresses[1] + piece + 1) <= low:
         piece += 1
     return piece
@@ -295,14 +287,11 @@ def _find_piece(piece, addresses, low):
 def _read(
     t: constexpr, addresses, strides, span, offsets, mask, DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr
 ):  # fmt: skip
-    """Read entries of row t and convert them to float64. Masked entries are 0.
-
-    For rows that consist of several pieces, `span` contains two numbers: the index of a piece at or before the first
-    entry, and the offset at which the entries end.
-    """
+    """Read entries of row t and convert them to float64. Masked entries are 0."""
     if PIECES:
         kind: constexpr = tl.int16 if DTYPES[t] == tl.bfloat16 else DTYPES[t]
         value = tl.zeros(offsets.shape, kind)
+        # The span consists of the index of a piece at or before the first entry, and the offset of the end.
         piece, end = span
         begin = tl.load(addresses[1] + piece)
         while begin < end:
@@ -351,10 +340,10 @@ def _write(
 @_jit
 @no_type_check
 def _block_range(table, WIDTH: constexpr, LANES: constexpr):
-    """Return the bounds of a block and of its aligned middle, and the offsets of the entries in a tile.
+    """Return the bounds of a block, the bounds of its aligned part, and the offsets of a tile.
 
-    The aligned middle is the part of the block that begins and ends at multiples of 16 entries. A tile is a group of
-    consecutive entries that the threads of a program process together.
+    The aligned part begins and ends at multiples of 16 entries. A tile is the group of consecutive entries that the
+    kernel processes in one step.
     """
     start = tl.load(table)
     stop = tl.load(table + 1)
@@ -383,10 +372,7 @@ def _add_products(
     sums, addresses, strides, span, offsets, mask, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr,
     DTYPES: constexpr, ALIGNED: constexpr, PIECES: constexpr,
 ):  # fmt: skip
-    """Add the products of all pairs of rows, at the entries of one tile, to the running sums.
-
-    A tile is a group of consecutive entries that the threads of a program process together.
-    """
+    """Add the products of each pair of rows over a tile (a group of entries) to `sums`."""
     # Each tensor is read once, even if several rows contain it.
     values = ()
     for t in tl.static_range(len(DTYPES)):
@@ -410,11 +396,7 @@ def _block_products_kernel(
     table, out, place, addresses, strides, PLUS: constexpr, MINUS: constexpr, RIGHT: constexpr, DTYPES: constexpr,
     ALIGNED: constexpr, PIECES: constexpr, WIDTH: constexpr, LANES: constexpr,
 ):  # fmt: skip
-    """Compute the inner products of all pairs of rows over one block of entries.
-
-    Each of the `LANES` threads first adds the products at its own entries. At the end of the block, the kernel adds the
-    sums of all threads.
-    """
+    """Compute the inner products of all pairs of rows over one block of entries."""
     # The offset of the sums, block * k(k+1)/2, can exceed 2^31, so it needs 64-bit arithmetic.
     block = tl.program_id(0).to(tl.int64)
     start, stop, first, last, tile = _block_range(table + 3 * block, WIDTH, LANES)
@@ -444,6 +426,7 @@ def _block_products_kernel(
     row = _decode(place[0])
     column = _decode(place[1])
     width = _decode(place[2])
+    # Each thread has added the products at its own entries. The sums of the `LANES` threads are added only here.
     # Row i of a lower triangle starts after i(i+1)/2 entries, and the next row starts i + 1 entries later.
     out += block * width + row * (row + 1) // 2 + column
     for i in tl.static_range(len(PLUS) - RIGHT):
