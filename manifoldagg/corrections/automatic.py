@@ -151,11 +151,15 @@ class AutoThreshold(Correction):
 
 
 def regression_slope(covariance: Any, variance: Any) -> Any:
-    r"""Compute the slope $\hat\beta = -\operatorname{Cov} / \operatorname{Var}$ of a regression, clipped to [0, 1].
+    r"""Estimate $\beta \in [0, 1]$ in the linear model $v \approx a - \beta\,\Theta$ by least squares.
 
-    The regression predicts the displacement of a client from the model at which the client starts. Cov is the
-    covariance of the displacement and the starting model, and Var is the variance of the starting model. If Var is 0,
-    the slope is undetermined, and the result is 1.
+    A client that starts from the model $\Theta$ changes its model by $v$ during training. The estimate is
+    $-\operatorname{Cov}(v, \Theta) / \operatorname{Var}(\Theta)$, clipped to [0, 1]. If all clients started from the
+    same model, the variance is 0, and the result is 1.
+
+    Args:
+        covariance: the covariance of $v$ and $\Theta$ over the updates of the clients.
+        variance: the variance of $\Theta$ over the updates.
 
     Example:
         >>> regression_slope(-1.0, 4.0), regression_slope(1.0, 4.0), regression_slope(0.0, 0.0)

@@ -1,7 +1,8 @@
 """Calibration of the model from which a client starts its next task, as in OrthoFL.
 
-A client continues to train its own model, so it must receive the progress of the other clients. The calibration adds
-this progress to the client's model, but removes the component along the client's own progress.
+In OrthoFL, each client continues to train its own model instead of the global model. Between two tasks, the calibration
+adds the progress of the other clients to this model. It first removes the component of that progress along the client's
+own progress, so that the two do not conflict.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -108,14 +109,15 @@ def calibrate(
 def calibrate_frame(
     shifts: Frame, start: Row, granularity: str = "tensor", other_updates: Sequence[Row] | None = None
 ) -> Any:
-    r"""Compute the result of `calibrate` for two shifts that a frame stores.
+    r"""Compute the same result as `calibrate`, with both shifts given by a `Frame`.
 
-    The displacement of the frame is the global shift $\Delta$, which is the change of the global model. The drift of
-    the frame is the client's shift $\Delta_m$, which is the change of the client's model. A frame stores the models
-    before and after a shift instead of their difference, so the shift needs no memory of its own.
+    The result is the model from which a client starts its next task. It depends on two shifts: the change $\Delta$ of
+    the global model, and the change $\Delta_m$ of the client's model. The frame stores the models before and after each
+    shift instead of their difference, so the shifts need no memory of their own.
 
     Args:
-        shifts: the frame, with `segments` if the model has named tensors.
+        shifts: a frame whose displacement is $\Delta$ and whose drift is $\Delta_m$. It needs `segments` if the model
+            has named tensors.
         start: $W_m$, the client's model.
         granularity: `"tensor"` or `"model"`, with the same meaning as in `calibrate`.
         other_updates: the most recent updates of the other clients, for the pairwise form of `calibrate`.
@@ -142,10 +144,10 @@ def _segment_grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) 
 
 
 def _shift_coefficients(inner: Gram, *, pairwise: bool) -> list[Any]:
-    """Compute the coefficients of the shifts that a calibration adds to the client's model.
+    """Compute the coefficient of each vector that `calibrate` adds to the client's model.
 
-    The result contains the coefficients of the global shift, of the client's shift, and of the updates of other
-    clients.
+    The vectors are the change of the global model, the change of the client's model and, if `pairwise` is true, the
+    updates of other clients.
     """
     if not pairwise:
         matrix, _ = OrthoDC(1.0).coefficients(inner)
@@ -162,9 +164,7 @@ Split = tuple[list[list[Tensor]], Callable[[list[Tensor]], Any]]
 
 
 def _split_points(models: dict[str, Any], space: Manifold | None) -> Split:
-    """Split each vector (P,) into the named tensors of the space.
-
-    The second result is a function that joins new tensors to a vector.
+    """Split each model vector into its named tensors, and return a function that joins them.
 
     Raises:
         ArgumentError: if the shape of a point is wrong, or if a point is not finite.
@@ -182,9 +182,7 @@ def _split_points(models: dict[str, Any], space: Manifold | None) -> Split:
 
 
 def _split_state_dicts(models: dict[str, Any], space: Manifold | None) -> Split:
-    """Split each state dict into its parameters.
-
-    The second result is a function that builds a new state dict from new parameters.
+    """Collect the parameters of each state dict, and return a function that rebuilds a dict.
 
     Raises:
         ArgumentError: if the names or shapes differ from those of `start`, or if a parameter is not finite.

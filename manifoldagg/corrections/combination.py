@@ -28,11 +28,12 @@ STATE_NOT_FINITE = "rule's state would not be finite"
 
 @dataclass(frozen=True, eq=False)
 class Combination:
-    r"""A deferred linear combination $\sum_j c_j\, r_j$ of the rows $r_j$ of a frame.
+    r"""A linear combination $\sum_j c_j\, r_j$ that the server computes only after it has checked an update.
 
-    The rows are the displacements of a client's update and the drift of the server's model. An aggregation rule returns
-    its new model and the sums in its new state as combinations. The server checks the update before it computes the
-    combinations. A rejected update therefore changes neither the model nor the state.
+    The vectors $r_j$ are the rows of a `Frame`: the changes of the client's model during training (its displacements),
+    and the change of the server's model in that time (the drift). An aggregation rule returns its new model in this
+    form, and also vectors of its new state, such as a momentum. If the server rejects the update, it does not compute
+    them. The model and the state then stay unchanged.
 
     Attributes:
         frame: the frame that contains the rows.
@@ -75,9 +76,9 @@ class Combination:
         return (current if isinstance(current, TensorList) else TensorList(current)).new_empty()
 
     def fused(self, out: Operand) -> LinearCombination:
-        """Convert the combination to an argument of `combine_many`.
+        """Convert the combination to a `LinearCombination` whose result is written to `out`.
 
-        That function computes several combinations in one pass over the rows.
+        The function `combine_many` computes several such objects in one pass over the vectors that they add.
         """
         if not self.from_current:
             return self.frame.combination(None, self.coefficients, out)
@@ -87,14 +88,15 @@ class Combination:
     def check_finite(self, dtypes: Sequence[torch.dtype] | None = None, computed: Row | None = None) -> None:
         """Check that all entries of the result are finite.
 
-        If `dtypes` is given, the method first computes an upper bound on the entries from the norms of the rows. If
-        this bound excludes an overflow, no entry is read. Otherwise, the method checks every entry of `computed`. If
-        `computed` is not given, the method computes the result tensor by tensor in temporary memory.
+        With `dtypes`, the method first computes an upper bound on the entries from the norms of the vectors that are
+        added. If the bound excludes an overflow, the check is complete. Otherwise, and without `dtypes`, the method
+        checks every entry of the result.
 
         Args:
             dtypes: the dtype of each tensor of a sum. Omit it for a new model, which has the dtypes of the current
                 model.
-            computed: the result of `compute`, if it has been computed already.
+            computed: the result of `compute`, if it has been computed already. Otherwise, the method computes the
+                entries when it needs them, one tensor at a time in temporary memory.
 
         Raises:
             ArgumentError: if an entry is not finite.

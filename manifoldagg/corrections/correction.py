@@ -65,10 +65,17 @@ class Corrected:
         return self.gram.corrected(self.coefficients)
 
     def row_coefficients(self, weights: Any) -> Matrix:
-        r"""Compute the coefficients of a weighted sum of the corrected displacements.
+        r"""Compute the coefficients of a weighted sum $\sum_i w_i u_i$ of the corrected displacements $u_i$.
 
-        With the weights $w_i$ and the coefficients $C_{ij}$ of the correction, row $j$ of the frame gets the
-        coefficient $\sum_i w_i C_{ij}$. The shape of the result is (k,), or (S, k) with one row for each segment.
+        A displacement is the change of a client's model during training. Each corrected displacement
+        $u_i = \sum_j C_{ij}\, r_j$ is a linear combination of k vectors $r_j$, the rows of the frame. The coefficient
+        of $r_j$ in the weighted sum is therefore $\sum_i w_i C_{ij}$.
+
+        Args:
+            weights: $w_i$, one number for each corrected displacement.
+
+        Returns:
+            (k,), or (S, k) if each of S segments of the model has its own coefficients.
         """
         # An object array can contain torch numbers with derivatives and symbolic numbers.
         line: Matrix = np.asarray(weights, dtype=object) @ self.coefficients
@@ -86,9 +93,9 @@ class Corrected:
     def inner_products(self) -> list[list[float]]:
         r"""Compute the inner products (n, n) of the n corrected displacements.
 
-        The result is $C G C^\top$, where $C$ contains the coefficients of the correction and $G$ is the Gram matrix of
-        the rows. If cancellation leaves only rounding errors in this product, the method computes the corrected
-        displacements and multiplies them directly.
+        The usual formula is $C G C^\top$. Here, $G$ is the Gram matrix of the original vectors, and $C$ contains the
+        coefficients of the correction. If the correction makes a displacement so short that this formula is inaccurate,
+        the method computes the corrected displacements themselves and multiplies them.
 
         Raises:
             ArgumentError: if the squared norm of a row overflows.
@@ -107,8 +114,8 @@ class Corrected:
     def lost_to_cancellation(self) -> bool:
         """Return whether the inner products of the corrected displacements are inaccurate.
 
-        Cancellation can leave only rounding errors if a corrected displacement is much shorter than the original one.
-        The result is `True` if this is the case in any segment of the model.
+        This is the case if the correction shortens a displacement by a factor of more than 1000 in any segment of the
+        model. The subtraction then cancels so many leading digits that rounding errors may dominate the inner products.
         """
         n = self.gram.num_displacements
         left = self.corrected_gram.parts[:, :n, :n]
@@ -124,10 +131,17 @@ class Corrected:
         return self.frame.move(self.gram, np.asarray(weights, dtype=object) @ self.coefficients)
 
     def rows(self) -> list[Row]:
-        """Compute the corrected displacements and check that they are finite.
+        """Compute the corrected displacements, and check that they are finite.
 
-        Each entry is rounded once to the dtype of the frame. If the space has low-rank leaves, the displacements are in
-        float64 instead, and their rank is not truncated.
+        A displacement is the change of a client's model during training. A corrected displacement is adapted to the
+        current model of the server.
+
+        Returns:
+            One row for each displacement, with each entry rounded once to the dtype of the frame. If the model has
+            low-rank parameters, each row is a tuple of float64 tensors, and the rank of its matrices is not truncated.
+
+        Raises:
+            ArgumentError: if an entry is not finite.
         """
         # `materialize` would truncate the rank of a low-rank leaf, and a projection then need not remain orthogonal.
         form = self.frame.materialize_exact if self.frame.ambient.leaves else self.frame.materialize
@@ -141,8 +155,8 @@ class Corrected:
     def displacements(self) -> Float[Tensor, "n P"]:
         r"""Compute the corrected displacements as one tensor (n, P).
 
-        The displacements are tangents at the current model $\Theta^\tau$. Each entry is rounded once to the dtype of
-        the frame.
+        Each of the n corrected displacements is a tangent vector at the current model $\Theta^\tau$ of the server,
+        which has P parameters. Each entry is rounded once, to the dtype of the model.
 
         Raises:
             ArgumentError: if the space has low-rank leaves, because displacements of a low-rank leaf are not vectors.
@@ -199,10 +213,13 @@ class Correction(abc.ABC):
 
     @abc.abstractmethod
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
-        r"""Compute the coefficient matrix $C$ of the corrected displacements, and the next state.
+        r"""Compute the coefficient matrix $C$ that defines the corrected displacements, and the next state.
 
-        The corrected displacement $i$ is $\sum_j C_{ij}\, r_j$. The rows $r_1, \dots, r_k$ of a frame are the
-        displacements of the client's update, the drift of the server's model, and any rows that `extend` added.
+        Row $i$ of $C$ defines the corrected displacement $\sum_j C_{ij}\, r_j$. The vectors $r_1, \dots, r_k$ are:
+
+        - the displacements $v_1, \dots, v_n$, which are changes of the client's model during training;
+        - the drift $g$, which is the change of the server's model in that time;
+        - any vectors that the method `extend` of this correction adds.
 
         Args:
             gram: the inner products of $v_1, \dots, v_n, g$ and of the rows that `extend` added.
@@ -222,9 +239,10 @@ class Correction(abc.ABC):
         return state
 
     def adds_rows(self, frame: Frame) -> bool:
-        """Return whether the method `extend` of this correction adds rows to the given frame.
+        """Return whether the correction needs more vectors than the displacements and the drift.
 
-        By default, this is the case if the subclass overrides `extend`.
+        The method `extend` adds these vectors to the frame, which is the input of the correction. By default, the
+        result is `True` if the subclass overrides `extend`.
         """
         return type(self).extend is not Correction.extend
 

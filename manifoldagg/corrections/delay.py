@@ -1,8 +1,9 @@
-"""Interpretations of a stale update as a step or as a model, and first-order delay compensation.
+"""The corrections `Tangent`, `Position` and `DelayCompensated`, which interpret a stale update in different ways.
 
-With `Tangent`, the server adds the displacement of the client to its current model. With `Position`, the server moves
-from its current model towards the model of the client. `DelayCompensated` adapts a stale gradient with an estimated
-Hessian of the loss.
+- `Tangent` interprets an update as a step. The server adds this step to its current model.
+- `Position` interprets an update as a model. The server moves from its current model towards this model.
+- `DelayCompensated` interprets an update as a gradient at an old model. It uses an estimated Hessian of the loss to
+  predict the gradient at the current model.
 """
 
 from collections.abc import Iterator
@@ -29,10 +30,10 @@ EPSILON = 1e-7
 
 @dataclass(frozen=True)
 class Tangent(Correction):
-    r"""The identity correction $\pi v = v$, which leaves the displacement $v$ of an update unchanged.
+    r"""The identity correction $\pi v = v$, which leaves a stale update $v$ unchanged.
 
-    The correction interprets an update as a tangent, that is, as a step that is valid from any model. As in ASGD, the
-    server adds the displacement to its current model.
+    The update $v$ is the change of a client's model during training. The correction interprets it as a step (a tangent)
+    that the server can add to any model. As in asynchronous SGD (ASGD), the server adds it to its current model.
 
     Source: the method AsyncTan of the Manifold paper.
     """
@@ -238,16 +239,13 @@ def _product_name(i: int) -> str:
 def _frame_chunks(
     frame: Frame, state: Any, others: list[torch.Tensor]
 ) -> Iterator[tuple[Frame, Any, tuple[torch.Tensor, ...]]]:
-    """Iterate over a frame, the mean square in a state, and other vectors in chunks.
-
-    Each iteration yields the same range of entries of each of these objects. A chunk never contains entries of two
-    tensors of the model, because the rows of a frame can be lists of tensors.
-    """
+    """Iterate over a frame, a state and further vectors, one range of entries at a time."""
     known = []
     if state is not None:
         known.append(check_shape("state['mean_square']", state["mean_square"], frame.size))
     k = len(frame.rows)
     start = 0
+    # The rows of a frame can be lists of tensors, so a chunk never spans two tensors of the model.
     for j, piece in enumerate(_row_tensors(frame.current)):
         here = slice(start, start + piece.numel())
         start = here.stop
@@ -268,8 +266,6 @@ def _row_tensors(row: Row | None) -> tuple[torch.Tensor, ...]:
 
 
 def _row_part(row: Row, j: int, entries: slice) -> torch.Tensor:
-    """Return the entries of a row that belong to tensor j of the model, as a vector.
-
-    If the row is a single vector, `entries` is the range of these entries in the vector.
-    """
+    """Return the entries of `row` for tensor j of the model, as a vector."""
+    # In a row that is a single vector, tensor j occupies the range `entries`.
     return row[j].reshape(-1) if isinstance(row, tuple) else row[entries]

@@ -1,8 +1,13 @@
-"""A correction in three phases: first OrthoGrad, then `Tangent`, and finally OrthoPos near a minimum.
+"""A correction of stale updates in three phases: first OrthoGrad, then `Tangent`, and finally OrthoPos.
 
-OrthoGrad projects an update that conflicts with the drift, which is the change of the server's model since the client
-started. `Tangent` leaves every update unchanged. OrthoPos projects an update that conflicts with the drift, and
-subtracts the drift from every other update.
+The drift is the change of the server's model since the client started. An update conflicts with the drift if their
+inner product is negative or zero. The phases handle updates as follows:
+
+1. OrthoGrad removes the component along the drift from an update that conflicts with the drift.
+2. `Tangent` leaves every update unchanged.
+3. OrthoPos removes the same component as OrthoGrad, and subtracts the drift from every update without a conflict.
+
+By default, a phase ends when the path of the server's model becomes less straight, as it does near a minimum.
 """
 
 from collections.abc import Callable
@@ -125,11 +130,8 @@ class OrthoDyn(Correction):
         return {**state, "mean": frame.materialize(weights, wide)}
 
     def _next_mean(self, coefficients: Matrix) -> Matrix:
-        """Compute the coefficients of the next moving average of the server's steps.
-
-        The argument `coefficients` expresses the current step as a linear combination of the rows of the frame. The
-        last of these rows is the previous average.
-        """
+        """Return the coefficients of the next moving average of the server's steps."""
+        # `coefficients` defines the current step. The last row of the frame is the previous average.
         after: Matrix = (1 - self.decay) * coefficients
         after[..., -1] = after[..., -1] + self.decay
         return after

@@ -69,13 +69,13 @@ class Frame(FrameRows):
         segments: Mapping[str, int] | None = None,
         ambient: AmbientSpace = FLAT_AMBIENT,
     ) -> "Frame":
-        r"""Build the frame of an update that consists of control points in a flat space.
+        r"""Build the input of a correction (a frame) from models that a client returns.
 
-        A control point is a model that the client returns, such as the end of its training path. The displacement to a
-        control point is `points[i] - base`, where `base` is the model at which the client started.
+        The space of the models is flat. Each returned model is a control point, such as the end of the client's
+        training path. Its displacement is `points[i] - base`, where `base` is the model at which the client started.
 
         Args:
-            points: n rows.
+            points: the n control points.
             base: $\Theta^t$.
             current: $\Theta^\tau$.
             segments: the names of the tensors in a row, with their lengths.
@@ -100,10 +100,12 @@ class Frame(FrameRows):
     def of_gradients(
         gradients: Sequence[Row], base: Row, current: Row, *, segments: Mapping[str, int] | None = None
     ) -> "Frame":
-        r"""Build the frame of an update that consists of pseudo-gradients in a flat space.
+        r"""Build the input of a correction (a frame) from pseudo-gradients in a flat space.
 
-        A pseudo-gradient is the base model minus a control point, $\Theta^t - \varphi_i$. It is therefore the negative
-        of a displacement $v_i$. So that all rows have the same sign, the frame also stores the negative drift $-g$.
+        A pseudo-gradient is the model at which a client started, minus a model that the client returns:
+        $\Theta^t - \varphi_i$. It points in the direction opposite to the client's step. The frame therefore also
+        stores the negative of the drift, which is the change of the server's model since the client started. All inner
+        products then have the same signs as for the steps themselves.
 
         Example:
             >>> import torch
@@ -188,9 +190,10 @@ class Frame(FrameRows):
         return Frame(rows, (None,) * len(rows), segments, transporter=transporter, base_displacements=displacements)
 
     def for_state(self, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
-        r"""Return a linear combination $\sum_j c_j\, r_j$ of the rows $r_j$ for the state of an aggregation rule.
+        r"""Return a linear combination $\sum_j c_j\, r_j$ for the state of an aggregation rule, such as a momentum.
 
-        On a flat space, the server computes the combination at the end of the step.
+        The rows $r_j$ of the frame are the displacements of a client's update, the drift of the server's model, and any
+        rows that a correction added.
 
         Args:
             coefficients: one for each row, or (S, k) with one row for each segment.
@@ -205,10 +208,13 @@ class Frame(FrameRows):
     def move(self, gram: Gram | None, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
         r"""Return the new model $\Theta^\tau + \sum_j c_j\, r_j$, and check that all its entries are finite.
 
-        Here, $\Theta^\tau$ is the current model, and $r_j$ are the rows of the frame. An entry changes by at most
-        $\sum_j |c_j| \sqrt{G_{jj}}$, where $G$ is the Gram matrix of the rows. If this bound is below a quarter of the
-        spacing of the two largest numbers of each dtype, no entry can overflow, and the check reads no tensor.
-        Otherwise, the method computes the new model tensor by tensor in temporary memory, and checks each entry.
+        Here, $\Theta^\tau$ is the current model, and $r_j$ are the rows of the frame, such as the change of a client's
+        model during training. The check has two stages:
+
+        1. No entry changes by more than $\sum_j |c_j| \sqrt{G_{jj}}$, where $G$ is the Gram matrix of the rows. If this
+           bound is below a quarter of the spacing between the two largest numbers of each dtype, the change is too
+           small to cause an overflow. The check then reads no tensor.
+        2. Otherwise, the method computes the new model tensor by tensor in temporary memory, and checks each entry.
 
         Args:
             gram: the Gram matrix of the rows; `None` if bounds on the norms of the rows are known.

@@ -144,9 +144,10 @@ class Gram:
         return self if len(self.parts) == 1 else Gram(self.matrix[None], self.extra)
 
     def first_rows(self, k: int) -> "Gram":
-        """Return the Gram matrix of the first k rows.
+        """Return the Gram matrix of the first k vectors.
 
-        Only rows that a correction added can be omitted, so k must include all displacements and the drift.
+        The vectors are the n displacements of an update, the drift of the server's model, and any vectors that a
+        correction added. Only the added vectors can be omitted, so k must be at least n + 1.
         """
         dropped = self.parts.shape[-1] - k
         return self if not dropped else Gram(self.parts[:, :k, :k], self.extra[:-dropped], self.segments)
@@ -156,10 +157,18 @@ class Gram:
         return _identity(self.num_displacements, self.parts.shape[-1]).copy()
 
     def with_drift(self, coefficients: Matrix) -> Matrix:
-        r"""Append a row for the unchanged drift to a matrix of coefficients.
+        r"""Append the coefficients of the unchanged drift to the coefficients of the corrected displacements.
 
-        The argument $C$ has one row of coefficients for each corrected displacement. The result $\bar C$ has the shape
-        (n + 1, k), or (S, n + 1, k) with one matrix for each segment.
+        Each row of the coefficient matrix $C$ expresses one corrected displacement as a linear combination of k
+        vectors. One of these vectors is the drift, which is the change of the server's model since the client started.
+        The appended row has the coefficient 1 for the drift and 0 for all other vectors.
+
+        Args:
+            coefficients: $C$, (n, k) for n displacements, or (S, n, k) with one matrix for each of S segments of the
+                model.
+
+        Returns:
+            $\bar C$, (n + 1, k), or (S, n + 1, k).
         """
         # A 1 in the column of the drift. The same row serves all segments.
         drift = np.eye(1, coefficients.shape[-1], self.num_displacements, dtype=object)
@@ -173,8 +182,13 @@ class Gram:
     def corrected(self, coefficients: Matrix) -> "Gram":
         r"""Compute the Gram matrix of the corrected displacements and the drift.
 
-        The result is $\bar C G \bar C^\top$. Here, $G$ is the original Gram matrix, and $\bar C$ contains the given
-        coefficients and a row for the unchanged drift.
+        A correction expresses each corrected displacement as a linear combination of the vectors with the Gram matrix
+        $G$. The drift, which is the change of the server's model since the client started, is one of these vectors and
+        stays unchanged. The result is $\bar C G \bar C^\top$. The rows of $\bar C$ are the coefficients of the
+        corrected displacements, followed by those of the drift.
+
+        Args:
+            coefficients: the coefficients of the corrected displacements only, as in `with_drift`.
         """
         return Gram(self.transform(self.with_drift(coefficients)), (), self.segments)
 

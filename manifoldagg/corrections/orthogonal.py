@@ -125,12 +125,12 @@ class OrthoCorrect(Correction):
 
 
 def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
-    r"""Return a correction that applies gradient surgery to the displacements of a stale update.
+    """Return a correction that applies gradient surgery to the displacements of a stale update.
 
-    The drift is the change of the server's model since the client started. A displacement conflicts with the drift if
-    their inner product is negative or zero. The correction removes the component along the drift from such a
-    displacement, and leaves all other displacements unchanged. It is `OrthoCorrect` with $\alpha = 0$ and
-    $\vartheta = 0$.
+    A displacement is the change of the client's model during training, and the drift is the change of the server's
+    model in that time. If their inner product is negative or zero, the correction removes the component of the
+    displacement along the drift. It leaves all other displacements unchanged. The result is an `OrthoCorrect` with
+    `alpha=0` and `threshold=0`.
 
     Args:
         clip: whether to use the continuous form, as in `OrthoCorrect`.
@@ -149,16 +149,17 @@ def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect
 def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
     r"""Return a correction that subtracts the drift, or projects a displacement that conflicts with the drift.
 
-    The drift $g$ is the change of the server's model since the client started. A displacement $v$ conflicts with $g$ if
-    their inner product is negative or zero. From such a displacement, the correction removes the component along $g$.
-    From all other displacements, it subtracts $g$. The correction is `OrthoCorrect` with $\alpha = 1$ and
-    $\vartheta = 0$.
+    A displacement $v$ is the change of the client's model during training, and the drift $g$ is the change of the
+    server's model in that time. The inner product of the two decides what the correction does:
 
-    With `clip`, the correction equals gradient surgery on $v - g$. Without `clip`, it differs from gradient surgery on
-    $v - g$ if $0 < \langle v, g\rangle < \langle g, g\rangle$.
+    - If $\langle v, g\rangle \le 0$, it removes the component of $v$ along $g$.
+    - Otherwise, it returns $v - g$.
+
+    The result is an `OrthoCorrect` with `alpha=1` and `threshold=0`.
 
     Args:
-        clip: whether to use the continuous form, as in `OrthoCorrect`.
+        clip: whether to use the continuous form, as in `OrthoCorrect`. This form equals gradient surgery on $v - g$.
+            The other form differs from gradient surgery on $v - g$ if $0 < \langle v, g\rangle < \langle g, g\rangle$.
         granularity: `"model"` for one correction of the whole model, or `"tensor"` for a separate correction of each
             tensor.
 
@@ -172,11 +173,11 @@ def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
 
 
 def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
-    r"""Return a correction that removes the component along the drift from every displacement.
+    """Return a correction that removes the component along the drift from every displacement.
 
-    The drift is the change of the server's model since the client started. The correction is `OrthoCorrect` with the
-    threshold $\vartheta = 1$. With this threshold, every displacement counts as a conflict, so the parameter $\alpha$
-    has no effect.
+    A displacement is the change of the client's model during training, and the drift is the change of the server's
+    model in that time. The result is an `OrthoCorrect` with `threshold=1`. This class projects a displacement if the
+    cosine of its angle with the drift is at most the threshold, so it projects every displacement.
 
     Args:
         granularity: `"model"` for one correction of the whole model, or `"tensor"` for a separate correction of each

@@ -41,23 +41,25 @@ class CorrectionQuality:
 
     @property
     def q(self) -> float:
-        r"""The constant $Q = \min \{c_i / t_i : t_i > 0\}$, which measures how much descent the correction preserves.
+        r"""The constant $Q = \min \{c_i / t_i : t_i > 0\}$, which measures how much descent a correction preserves.
 
-        Here, $c_i$ and $t_i$ are the rates at which the loss decreases along update $i$ with and without the
-        correction. If no update decreases the loss without the correction, $Q$ is NaN. If $Q$ is negative, the
-        correction turned at least one update that decreases the loss into a step that increases it.
+        For update $i$, $c_i$ is the rate at which the loss decreases along the corrected update. The rate along the
+        uncorrected update is $t_i$. If no $t_i$ is positive, $Q$ is NaN. If $Q$ is negative, the correction turned at
+        least one update that decreases the loss into an update that increases it.
         """
         useful = self.transported > 0
         return float((self.corrected[useful] / self.transported[useful]).min()) if useful.any() else math.nan
 
     @property
     def d(self) -> float:
-        r"""The constant $D = \max_i (Q\,t_i - c_i)$, or 0 if this maximum is negative.
+        r"""The constant $D = \max(0, \max_i (Q\,t_i - c_i))$, the largest violation of $c_i \ge Q\,t_i$.
 
-        Here, $c_i$ and $t_i$ are the rates at which the loss decreases along update $i$ with and without the
-        correction. $D$ is the largest amount by which an update violates $c_i \ge Q\,t_i$. Only updates with
-        $t_i \le 0$, which do not decrease the loss without the correction, can violate this inequality. If $D$ is 0,
-        the assumption of the Manifold paper holds with $Q$ for all updates. If $Q$ is NaN, $D$ is NaN too.
+        For update $i$, $c_i$ is the rate at which the loss decreases along the corrected update, and $t_i$ is the rate
+        along the uncorrected update. $Q$ is the smallest ratio $c_i / t_i$ among the updates with $t_i > 0$, so these
+        updates satisfy the inequality. Only updates that do not decrease the loss without the correction can violate
+        it.
+
+        If $D$ is 0, the assumption of the Manifold paper holds with $Q$ for all updates. If $Q$ is NaN, $D$ is NaN too.
         """
         # `np.maximum` propagates NaN, which marks an undefined Q. `np.fmax` would ignore it.
         return float(np.maximum(self.q * self.transported - self.corrected, 0.0).max())
@@ -71,15 +73,15 @@ def correction_quality(
     *,
     transport: str | None = None,
 ) -> CorrectionQuality:
-    r"""Measure how much of the descent along stale updates a correction preserves.
+    r"""Measure how fast stale updates decrease the loss after a correction, compared with uncorrected updates.
 
-    The convergence proof of the Manifold paper assumes that a correction is at most a constant factor worse than
-    parallel transport (Assumption 7). That is, there is a constant $Q$ with
+    A stale update $u$ is a change from an old model $X$, but the server applies it to the current model $Y$. Parallel
+    transport moves the update from $X$ to $Y$ without a correction, which gives $P_{X \to Y} u$. A correction gives a
+    different update $\pi u$. The convergence proof of the Manifold paper assumes that there is a constant $Q$ with
 
     $$\langle -\nabla L(Y), \pi u \rangle \ge Q \langle -\nabla L(Y), P_{X \to Y} u \rangle,$$
 
-    where $u$ is an update from the base $X$, $Y$ is the current model, and $\pi u$ is the corrected update at $Y$. The
-    vector $P_{X \to Y} u$ is the update after parallel transport to $Y$, and $L$ is the loss. The convergence rate in
+    where $L$ is the loss (Assumption 7). Both sides are rates at which the loss decreases. The convergence rate in
     Theorem 1 of the paper is proportional to $1 / Q$. The function measures $Q$ for the given updates.
 
     Args:

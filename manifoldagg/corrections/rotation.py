@@ -101,14 +101,18 @@ def rotate_control(
 
 
 def rotation_coefficients(inner: Any) -> list[Any] | None:
-    r"""Express the rotated control point, relative to $\Theta^\tau$, as a linear combination of three vectors.
+    r"""Compute the coefficients of the rotated control point in `rotate_control` from inner products.
 
-    These vectors are the original control point relative to the base $\Theta^t$, the original chord $d$ of the curve,
-    and the corrected chord $e$, which starts at the current model $\Theta^\tau$.
+    A curve of degree 2 has the start $\Theta^t$, the end $\Theta_i$ and the control point $\varphi$. A correction moves
+    the start to $\Theta^\tau$ and the end to $\hat\Theta$, and a rotation moves $\varphi$ to $\hat\varphi$. The
+    coefficients express $\hat\varphi - \Theta^\tau$ as a linear combination of three vectors:
+
+    - $\varphi - \Theta^t$, the original control point relative to the start;
+    - $d = \Theta_i - \Theta^t$, the original chord of the curve;
+    - $e = \hat\Theta - \Theta^\tau$, the new chord.
 
     Args:
-        inner: (3, 3) inner products of $\varphi - \Theta^t$, $d = \Theta_i - \Theta^t$ and
-            $e = \hat\Theta - \Theta^\tau$.
+        inner: (3, 3), the inner products of these vectors.
 
     Returns:
         The three coefficients. If a chord is very short, or if the chords are nearly opposite, the inner products do
@@ -137,12 +141,9 @@ def rotation_coefficients(inner: Any) -> list[Any] | None:
 
 
 def _rotate_degenerate(phi: Tensor, start: Tensor, stop: Tensor, now: Tensor, goal: Tensor) -> Tensor:
-    """Rotate the control point if the original and the corrected chord are nearly opposite or very short.
-
-    The inner products of such chords do not determine the rotation accurately. The function therefore computes an
-    orthonormal basis of the plane of rotation directly from the vectors. It uses the Gram-Schmidt method with one
-    re-orthogonalisation.
-    """
+    """Compute `rotate_control` for chords that are very short or nearly opposite."""
+    # The inner products of such chords do not determine the rotation accurately. The Gram-Schmidt method therefore
+    # computes an orthonormal basis of the plane of rotation from the vectors, with one re-orthogonalisation.
     e1 = _unit_vector(stop.double() - start.double())
     unit = _unit_vector(goal.double() - now.double())
     e2 = unit - (e1 @ unit) * e1

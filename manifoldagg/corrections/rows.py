@@ -1,7 +1,8 @@
-"""The rows of a frame, and their inner products, norms and linear combinations.
+"""Inner products, norms and linear combinations of the vectors from which a correction computes its result.
 
-The rows are the displacements of a client's update, the drift of the server's model, and any rows that a correction
-adds. On a flat space, a row is an unevaluated difference of two models.
+These vectors are the rows of a frame. They are the changes of a client's model during training (displacements), the
+change of the server's model in that time (drift), and any vectors that a correction adds. On a flat space, a row is
+stored as two models, and their difference is never stored.
 """
 
 import math
@@ -67,9 +68,10 @@ class FrameRows:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the space has neither curved nor low-rank parts.
+        """Whether the space of the models has neither curved nor low-rank parameters.
 
-        Only on such a space can linear combinations of the rows be deferred.
+        Only on such a space can the server postpone linear combinations of client updates until it has checked the
+        update.
         """
         return self.transporter is None and not self.ambient.leaves
 
@@ -102,10 +104,13 @@ class FrameRows:
 
     @property
     def diagnostics(self) -> dict[str, float]:
-        """Numbers about the geometry that the server includes in the receipt of an update.
+        """Diagnostics of the space, which the server includes in its response (the receipt) to an update.
 
-        On a curved space, this is the number of rungs of the pole ladder, if a ladder transports tangents. On other
-        spaces, these are the truncation errors of low-rank parameters, if there are any.
+        - `rungs` is the number of steps of the pole ladder, which approximates parallel transport on a curved space.
+        - For low-rank parameters, such as LoRA adapters, the entries are the truncation errors that
+          [`AmbientSpace`][manifoldagg.manifolds.ambient.AmbientSpace] describes.
+
+        If neither applies, the result is empty.
         """
         if self.transporter is None:
             return self.ambient.diagnostics
@@ -126,10 +131,10 @@ class FrameRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of vectors that are computed from the rows.
+        """The default dtype of new vectors, such as a linear combination of client updates.
 
-        If the current model is a single vector, this is its dtype. If the model consists of several tensors, the dtype
-        is float64 if any tensor is float64, and float32 otherwise.
+        If the server's model is stored as a single vector, the dtype is that of this vector. If the model is stored as
+        several tensors, the dtype is float64 if any tensor is float64, and float32 otherwise.
         """
         current = self.current
         if not isinstance(current, tuple):
@@ -278,9 +283,10 @@ class FrameRows:
         return float(sum([c * length for c, length in zip(most, self.__dict__["_norm_bounds"], strict=True) if c != 0]))
 
     def combination_norm(self, gram: Gram | None, coefficients: Matrix) -> float:
-        """Return the norm of a linear combination of the rows, or an upper bound on the norm.
+        """Return the norm of a linear combination of the rows, or an upper bound on this norm.
 
-        The result is an upper bound if no Gram matrix is given, or if the frame has rows that `gram` does not read.
+        The rows are the vectors of the frame, such as client updates. The norm requires the inner products of all rows.
+        If some of them are unknown, the result is the upper bound of `norm_bound`.
 
         Args:
             gram: the Gram matrix of the rows; `None` if bounds on the norms of the rows are known.
@@ -292,10 +298,13 @@ class FrameRows:
         return math.sqrt(max(float(gram.squared_norm(coefficients)), 0.0))
 
     def split_by_tensor(self: Self, coefficients: Matrix) -> Iterator[tuple[Self, Matrix]]:
-        """Split the frame and the coefficients of a linear combination by the tensors of the model.
+        """Iterate over the tensors of the model, so that a linear combination can be computed one tensor at a time.
 
-        For each tensor, the method yields a frame with the corresponding entries of all rows, and the coefficients for
-        these entries.
+        For each tensor, the method yields a frame whose rows contain only the entries of this tensor, and the
+        coefficients of these rows.
+
+        Args:
+            coefficients: one for each row, or (S, k) with separate coefficients for each of S tensors.
         """
         if not isinstance(self.current, tuple):
             yield self, coefficients
@@ -328,15 +337,22 @@ class FrameRows:
         )
 
     def combine(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Any = None) -> Any:
-        r"""Add a linear combination of the rows to a base: $\mathrm{base} + \sum_j c_j\, r_j$, rounded once.
+        r"""Compute the sum $\mathrm{base} + \sum_j c_j\, r_j$ over the rows $r_j$ of the frame, rounded once.
 
-        Coefficients of shape (S, k) have one row for each segment. For a low-rank parameter, the result is the nearest
-        matrix of the same rank.
+        The rows are the displacements $v_i$ of a client's update, the drift $g$ of the server's model, and any rows
+        that a correction added. For a low-rank parameter, the result is the nearest matrix of the same rank.
 
-        In a frame of control points, the displacements and the drift are points minus the model $\Theta^t$ at which the
-        client started. If the coefficients of these rows sum to 0, $\Theta^t$ cancels. The method then subtracts the
-        current model $\Theta^\tau$ instead, so that the drift becomes 0. For example, the result of `Position` is
-        exactly $\varphi_i - \Theta^\tau$ for a control point $\varphi_i$.
+        If the update consists of models $\varphi_i$, then $v_i = \varphi_i - \Theta^t$ and
+        $g = \Theta^\tau - \Theta^t$. Here, $\Theta^t$ is the model at which the client started, and $\Theta^\tau$ is
+        the current model. If the coefficients of these rows sum to 0, $\Theta^t$ cancels. The method then subtracts
+        $\Theta^\tau$ in its place, so that $g$ becomes 0. For example, it computes $v_i - g$ exactly as
+        $\varphi_i - \Theta^\tau$.
+
+        Args:
+            base: the row to which the combination is added, or `None` for zero.
+            coefficients: $c$, one for each row, or (S, k) with separate coefficients for each of S segments of the
+                model.
+            out: the row to which the result is written. By default, a new row is allocated.
 
         Raises:
             ArgumentError: if `base` is given on a curved space, where a point and a tangent cannot be added.
@@ -358,11 +374,7 @@ class FrameRows:
     def _resolve_coefficients(
         self, coefficients: Sequence[float] | Matrix
     ) -> tuple[Any, list[int] | None, tuple[Row | None, ...]]:
-        """Convert coefficients to arguments of the kernels, and select the subtrahends of the rows.
-
-        The result contains the coefficients as plain lists, the lengths of the segments, and the subtrahends. `combine`
-        describes in which case the subtrahend is the current model instead of the base.
-        """
+        """Return the arguments of a kernel call: coefficients, segment lengths and subtrahends."""
         given = np.asarray(coefficients, dtype=object)
         apart = given.ndim == 2
         numbers = given.tolist() if apart else [given.tolist()]
@@ -371,17 +383,28 @@ class FrameRows:
         n = self.num_displacements
         # Summing from left to right cancels mirrored terms exactly. A compensated sum need not cancel them.
         if self.rows_are_points and not any(reduce(add, line[: n + 1]) for line in numbers):
-            # The drift relative to the current model is 0.
+            # The base cancels, so the current model is subtracted instead, and the drift relative to it is 0.
             for line in numbers:
                 line[n] = 0.0
             minus = (self.rows[n],) * (n + 1) + minus[n + 1 :]
         return numbers if apart else numbers[0], segments, minus
 
     def materialize(self, coefficients: Sequence[float] | Matrix, dtype: torch.dtype | None = None) -> Any:
-        r"""Compute the linear combination $\sum_j c_j\, r_j$ of the rows $r_j$ as a new vector (P,).
+        r"""Compute the linear combination $\sum_j c_j\, r_j$ of the rows $r_j$ in new memory.
 
-        If `dtype` is given, the result has this dtype. If the space has low-rank leaves, the result is a tuple with one
-        tensor for each leaf. Each low-rank matrix is then truncated to the rank at which the state of a rule is stored.
+        The rows are the displacements of a client's update, the drift of the server's model, and any rows that a
+        correction added.
+
+        Args:
+            coefficients: $c$, one for each row, or (S, k) with separate coefficients for each of S segments of the
+                model.
+            dtype: the dtype of the result. The default is the dtype of the rows, or the attribute `dtype` of the frame
+                if the model consists of several tensors.
+
+        Returns:
+            A vector (P,). If the space has low-rank parameters, the result is a tuple with one tensor for each
+            parameter. Its low-rank matrices are truncated to the rank at which a rule stores vectors such as a
+            momentum.
         """
         if self.ambient.leaves:
             numbers, _, minus = self._resolve_coefficients(coefficients)
@@ -399,9 +422,9 @@ class FrameRows:
         return self.combine(None, coefficients, out=self.empty_vector(torch.float64))
 
     def combination(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Operand) -> LinearCombination:
-        """Return a deferred call of `combine`.
+        """Describe a call of `combine` with these arguments, without executing it.
 
-        One pass over the rows can then compute several of these linear combinations.
+        A function such as `combine_many` can then compute several described calls in one pass over the rows.
         """
         numbers, _, minus = self._resolve_coefficients(coefficients)
         numbers = numbers if isinstance(numbers[0], list) else [numbers]
@@ -409,9 +432,10 @@ class FrameRows:
         return LinearCombination.of(base, rows, numbers, None, out)
 
     def stays_finite(self, gram: Gram | None, coefficients: Matrix) -> bool:
-        """Return whether the norms of the rows prove that the new model is finite.
+        """Return whether the new model of [`Frame.move`][manifoldagg.corrections.Frame.move] is certain to be finite.
 
-        The new model is the result of [`Frame.move`][manifoldagg.corrections.Frame.move] with the same arguments.
+        The arguments are those of `Frame.move`. The method bounds the change of each entry by the norms of the rows
+        that are added. If the result is `False`, the new model may still be finite, but its entries must be checked.
         """
         bounds_only = gram is None or self.unmeasured
         bound = self.norm_bound(coefficients) if bounds_only else gram.norm_bound(coefficients)  # type: ignore[union-attr]
@@ -419,10 +443,8 @@ class FrameRows:
 
 
 def _tensor_part(row: Row, j: int, entries: slice) -> Tensor:
-    """Return the entries of a row that belong to tensor j of the model.
-
-    If the row is a single vector, `entries` is the range of these entries in the vector.
-    """
+    """Return the entries of `row` for tensor j of the model, as a vector."""
+    # In a row that is a single vector, tensor j occupies the range `entries`.
     return row[j].flatten() if isinstance(row, tuple) else row[entries]
 
 

@@ -31,13 +31,14 @@ A row with a smaller fraction counts as linearly dependent.
 class GradientSurgery(Correction):
     """Gradient surgery (PCGrad) between the updates of several clients and the drift of the server's model.
 
-    For each displacement $v_i$, the correction starts with $u = v_i$. It compares $u$ with the drift and with each of
-    the other displacements, one after another. If the inner product of $u$ with such a vector $r$ is negative, the
-    correction removes the component along $r$ from $u$. All comparisons use the original displacements of the other
-    clients.
+    Each displacement $v_i$ is the change of one client's model during training. The drift is the change of the server's
+    model since the clients started. To correct $v_i$, the correction starts with $u = v_i$. It then visits the drift
+    and the other displacements, one after another. If the inner product of $u$ and the visited vector $r$ is negative,
+    the correction removes the component along $r$ from $u$. The vectors $r$ are always the original ones, even if they
+    have been corrected already.
 
-    Do not use this correction for the control points of a single curve, because it would deform the curve. For a single
-    displacement, the correction equals OrthoDC with the threshold 0.
+    For a single displacement, the correction equals OrthoDC with the threshold 0. Do not use it if the displacements
+    belong to the control points of a single curve. The correction would then deform the curve.
 
     Args:
         order: the order in which the n + 1 rows are processed; the drift has index n. By default, the order of the

@@ -1,8 +1,8 @@
 """Transport of tangent vectors on curved spaces, from the base of an update to the current model.
 
 The displacements of an update are tangents at the base, which is the model at which the client started. On a curved
-space, tangent vectors at different points cannot be added. A frame therefore transports the displacements to the
-current model of the server.
+space, tangent vectors at different points cannot be added. This module therefore transports the displacements to the
+current model of the server, where a correction can combine them.
 """
 
 from dataclasses import dataclass
