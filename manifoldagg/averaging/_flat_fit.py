@@ -1,7 +1,7 @@
-"""Fit of a curve, a simplex or a tunnel to models in a flat space.
+"""Fit of a curve, a simplex or a tunnel (a tube around a curve) to models in a flat space.
 
-The fit uses the Levenberg-Marquardt method to minimise the sum of the distances from the models to the fitted
-embedding, or the sum of the squared distances. It represents the models by their coordinates in their own span, which
+The fit minimises the sum of the distances from the models to the curve, simplex or tunnel, or the sum of the squared
+distances. It uses the Levenberg-Marquardt method. The models are given by their coordinates in their own span, which
 has fewer dimensions than the space.
 """
 
@@ -41,13 +41,15 @@ RELATIVE_ROUNDING = 1e-13
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The options of a fit that minimises a sum of distances, or a sum of squared distances.
+    r"""The options of a fit to data points, which minimises $\sum_j d_j^p$.
+
+    Here, $d_j$ is the distance from data point j to the fitted curve, simplex or tunnel.
 
     Attributes:
-        power: the power of the distances, 1 for distances or 2 for squared distances.
-        tolerance: the relative decrease of the sum below which the fit has converged.
-        max_steps: the maximum number of steps of one minimisation. A fit with the power 1 minimises several smooth
-            approximations of the sum in succession.
+        power: the power p, which is 1 or 2.
+        tolerance: the fit has converged if a step decreases the sum by at most this fraction.
+        max_steps: the maximum number of steps of one minimisation. For p = 1, the fit consists of several
+            minimisations of smooth approximations of the sum, which become more and more accurate.
     """
 
     power: int
@@ -75,14 +77,16 @@ class FitResult:
 
 
 class Residuals:
-    r"""The residual vectors of a fit: the differences of data points $y_j$ from the nearest points of an embedding.
+    r"""The residual vectors $e_j$ of the fit of an embedding, such as a curve, to data points $y_j$.
 
-    An embedding, such as a curve, maps coordinates $x$ to points $\iota_\varphi(x)$ and has the control points
-    $\varphi$. If $\varphi$ changes, the coordinates $x_j$ of the nearest point change too. The resulting motion along
-    the embedding does not change the distance to first order, so only the normal component counts. The residual vectors
-    are therefore $e_j = N_j (y_j - \iota_\varphi(x_j))$, and their derivatives with respect to $\varphi$ are
-    $-N_j\, \partial_\varphi \iota_\varphi(x_j)$. The orthogonal projection $N_j$ removes the tangents along which $x_j$
-    can move.
+    An embedding with the control points $\varphi$ maps coordinates $x$ to points $\iota_\varphi(x)$. Let $x_j$ be the
+    coordinates of the point that is nearest to $y_j$. The residual vector and its derivative are
+
+    $$e_j = N_j (y_j - \iota_\varphi(x_j)), \qquad \partial_\varphi e_j = -N_j\, \partial_\varphi \iota_\varphi(x_j).$$
+
+    $N_j$ is an orthogonal projection. It removes the tangent vectors along which the nearest point can move. The
+    formulas need no derivative of $x_j$ with respect to $\varphi$, because a motion of the nearest point along the
+    embedding does not change the distance to first order.
 
     Args:
         embedding: a Bézier curve, a simplex or a tunnel.
@@ -294,15 +298,10 @@ def _levenberg_marquardt(
 
 
 def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, Tensor]:
-    r"""Restrict a fitted curve or simplex to the smallest part that contains the nearest points of all data points.
+    """Shrink a fitted curve or simplex to the part next to the data points.
 
-    A larger part would fit the data points equally well, so this choice makes the result unique:
-
-    - A curve is restricted to the interval between the first and the last nearest point.
-    - A simplex is restricted to a smaller simplex, each facet of which contains a nearest point. If $a_i$ is the
-      smallest value of the barycentric coordinate $x_i$ of all nearest points, the new coordinates $x_i'$ satisfy
-      $x_i = a_i + (1 - \sum_j a_j)\, x_i'$.
-    - A tunnel does not change.
+    A longer curve or a larger simplex would fit the data points equally well, so this step makes the result unique. The
+    part contains the nearest points of all data points. A tunnel does not change.
 
     Returns:
         The control points of the part, and the coordinates of the nearest points on it.
@@ -310,9 +309,12 @@ def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, 
     phi = residuals.phi
     x = residuals.coordinates
     if isinstance(embedding, Simplex):
+        # Let a_i be the smallest coordinate x_i of all nearest points. The points with x_i >= a_i form a smaller
+        # simplex with a nearest point on each facet. Its coordinates x' satisfy x_i = a_i + (1 - Σ_j a_j) x'_i.
         least = x.amin(0)
         rest = 1 - least.sum()
         return (phi, x) if rest < MIN_EXTENT else (least @ phi + rest * phi, (x - least) / rest)
+    # The part of a curve begins at the first nearest point and ends at the last one.
     low, high = x.aminmax()
     if isinstance(embedding, Tunnel) or high - low < MIN_EXTENT:
         return phi, x

@@ -277,11 +277,7 @@ def _tensor_lists(layout: Layout, models: ModelsByPrefix, lists: Sequence[Tensor
 
 
 def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) -> ParameterSpace:
-    """Return the parameter space of the first model.
-
-    The function issues a warning if the model contains the factors of adapters. `average` averages such factors
-    separately, which is not the average of their products.
-    """
+    """Return the parameter space of a model, and warn if the model contains LoRA factors."""
     try:
         space = ParameterSpace.of_state_dict(first, manifolds)
     except StateDictError as error:
@@ -289,6 +285,7 @@ def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) 
     space.layout.check_parameters("models[0]")
     factor = find_first_factor(first)
     if factor is not None:
+        # `average` averages the two factors separately. The product of these means is not the mean of the products.
         message = f"models[0]: {factor}: factors of adapters are averaged separately"
         # The stack contains this function, `average`, the wrapper of `no_grad`, and the caller.
         warnings.warn(f"{message}; average_adapters averages their products", UserWarning, stacklevel=4)
@@ -296,16 +293,13 @@ def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) 
 
 
 def _copied_entries(layout: Layout, models: ModelsByPrefix, heaviest: int) -> dict[str, Tensor]:
-    """Return the tensors of the result that are not means.
-
-    A batch counter is the maximum over all models. Other integers and booleans are copied from the model with the
-    largest weight.
-    """
+    """Return the tensors of the average that have no mean: integers, booleans and batch counters."""
     entries = {}
     label = [*models][heaviest]
     for entry in layout.buffers:
         if _has_mean(entry):
             continue
+        # A batch counter is the maximum over all models. Other values are those of the model with the largest weight.
         if is_batch_counter(entry.name):
             entries[entry.name] = largest_counter([model[entry.name] for model in models.values()])
             continue

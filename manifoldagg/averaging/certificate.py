@@ -1,8 +1,11 @@
 r"""Certificates, which describe the quality of the mean of several models.
 
-A certificate contains distances, residuals and rounding errors. There is one certificate for each tensor, and one for
-all flat tensors and LoRA factors together. For flat tensors and LoRA factors, the distances from the mean to the models
-follow from the Gram matrix of the models, so they need no additional pass over the tensors.
+A certificate contains the distances from the mean to the models, the residual of the mean, and its rounding error.
+There is one certificate for each floating-point tensor or pair of LoRA factors, and one for the whole model without the
+tensors on manifolds.
+
+Unless a tensor is on a manifold, its distances follow from the Gram matrix of the models. They need no additional pass
+over the tensors.
 """
 
 import json
@@ -71,16 +74,19 @@ class Certificate:
 
 @dataclass(frozen=True, eq=False)
 class MergeInfo:
-    """The result of merging checkpoints into their mean.
+    """The result of averaging checkpoints: the written files and the quality of the mean.
+
+    The quality is described by certificates, which contain the distances from the mean to the models, the residual of
+    the mean, and its rounding error.
 
     Attributes:
         method: the name of the averaging method, such as `"karcher"`.
         scope: whether the method treats each tensor (`"tensor"`) or the whole model (`"model"`) as one vector.
         inputs: the path of each checkpoint, or `models[i]` for a state dict.
-        files: the names of the written files, without the certificate.
+        files: the names of the written files, except the JSON file with the certificates.
         weights: the normalised weights of the checkpoints.
         tensors: one certificate for each floating-point tensor and for each pair of LoRA factors.
-        model: one certificate for all flat tensors and LoRA factors together.
+        model: one certificate for the whole model, without the tensors on manifolds.
         warnings: reasons why the mean may not be meaningful.
     """
 

@@ -1,4 +1,4 @@
-"""Reading of checkpoints from safetensors files, which are mapped into memory.
+"""Readers of checkpoints in safetensors files, which are mapped into memory.
 
 The operating system loads only those parts of a file that the process reads, so a large checkpoint needs little memory.
 """
@@ -189,9 +189,10 @@ class CheckpointFiles:
 
     @property
     def scaling(self) -> list[Any] | None:
-        """The factor by which a LoRA adapter multiplies the product of its factors, and exceptions for some modules.
+        """The scaling factor of the LoRA adapter, followed by its `rank_pattern` and its `alpha_pattern`.
 
-        The value is `None` if the checkpoint has no adapter configuration.
+        The adapter multiplies the product of its LoRA factors by the scaling factor. The two patterns define exceptions
+        for individual modules. The value is `None` if the checkpoint has no adapter configuration.
         """
         return None if self.adapter_config is None else _scaling_of(self.adapter_config)
 
@@ -325,7 +326,7 @@ def _place_of(checkpoint: CheckpointFiles, name: str) -> str:
 
 
 def _fixed_shape(entry: TensorEntry, rank_axes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of a tensor without the rank of a LoRA factor, which can differ between models."""
+    """Return the shape of a tensor. If it is a LoRA factor, omit the dimension of its rank."""
     axis = rank_axes.get(entry.name)
     return tuple(n for i, n in enumerate(entry.shape) if i != axis or len(entry.shape) < 2)
 
@@ -472,10 +473,7 @@ def _adapter_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _scaling_of(config: Mapping[str, Any]) -> list[Any]:
-    """Return the factor by which a LoRA adapter multiplies the product of its factors.
-
-    The list also contains the exceptions for individual modules (`rank_pattern` and `alpha_pattern`).
-    """
+    """Return the scaling factor of a LoRA adapter, its `rank_pattern` and its `alpha_pattern`."""
     rank = config["r"]
     alpha = config["lora_alpha"]
     factor = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank

@@ -60,10 +60,11 @@ MIN_SUM_OF_DIRECTIONS = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class InnerProducts:
-    r"""Inner products of k vectors $x_i$, in a form that represents small distances between the vectors accurately.
+    r"""Inner products of k vectors $x_i$, from which small distances between the vectors can be computed accurately.
 
-    The object stores the Gram matrix of one vector $x_h$ and the differences $x_i - x_h$ of the other vectors. If the
-    vectors are close to each other, their own Gram matrix would lose small distances to cancellation.
+    For vectors that are close to each other, a distance that is computed from their Gram matrix suffers from
+    cancellation. The object therefore stores the Gram matrix of another basis of their span. This basis consists of
+    one of the vectors, $x_h$, and of the differences $x_i - x_h$ of the others from it.
 
     Args:
         matrix: the Gram matrix D (k, k) of the basis in float64. Row i belongs to $x_i - x_h$, and row h to $x_h$.
@@ -98,16 +99,17 @@ class InnerProducts:
         return self.squared_norm(torch.eye(len(self.matrix), dtype=torch.float64)).sqrt()
 
     def directions(self, indices: Sequence[int]) -> Float64[Tensor, "r k"]:
-        r"""Express the directions $u_i = x_i / \|x_i\|$ in the basis of $x_h$ and the differences $x_i - x_h$.
+        r"""Express the directions $u_i = x_i / \|x_i\|$ of several vectors as linear combinations of the stored basis.
 
-        The result contains the first direction $u_g$, and the difference $u_i - u_g$ for each other direction. The
-        differences are accurate even if the vectors are close to each other.
+        The basis consists of one vector $x_h$ and of the differences $x_i - x_h$. The method does not compute all
+        directions themselves. It computes the first direction $u_g$, and the difference $u_i - u_g$ for each other
+        direction. The differences are accurate even if the vectors are close to each other.
 
         Args:
-            indices: the indices of vectors with nonzero norms. The first is g.
+            indices: the indices of r vectors with nonzero norms. The first is g.
 
         Returns:
-            The coefficients of $u_g$, and of $u_i - u_g$ for the other indices.
+            The coefficients (r, k). The first row belongs to $u_g$, and the other rows belong to $u_i - u_g$.
         """
         corners = self.in_basis(torch.eye(len(self.matrix), dtype=torch.float64))
         g, *others = indices
@@ -141,13 +143,14 @@ class InnerProducts:
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    r"""A mean $\sum_i c_i x_i$ of k models $x_i$ with the weights $w_i$, described by its coefficients.
+    r"""A mean of k models $x_i$, described by the coefficients of the linear combination $\sum_i c_i x_i$.
 
     Attributes:
-        coefficients: the coefficients $c_i$ (k,).
-        residual: $\|\sum_i w_i \log_u u_i\|$ in radians, where $u$ is the direction of the mean and $u_i$ are the
-            directions of the models. It is 0 for an exact Karcher mean, and `None` for a method that does not average
-            directions.
+        coefficients: the coefficients $c_i$ (k,). Depending on the averaging method, they can differ from the weights
+            $w_i$ of the models.
+        residual: $\|\sum_i w_i \log_u u_i\|$ in radians, where $u_i = x_i / \|x_i\|$ is the direction of the model
+            $x_i$, and $u$ is the direction of the mean. It is 0 for an exact Karcher mean, and `None` for a method that
+            does not average directions.
     """
 
     coefficients: Float64[Tensor, " k"]
@@ -204,10 +207,11 @@ class MeanMethod:
 
     @cached_property
     def barycentric(self) -> Float64[Tensor, " k"]:
-        """The weights of the models, with the sum 1.
+        """The weights of the models, normalised to the sum 1.
 
-        For a Bézier curve, the weight of each control point is first multiplied by its Bernstein polynomial at the
-        parameter t of the mean.
+        For the method `"bezier"`, the models are the control points of a curve, and the mean is the point of this curve
+        at the parameter `t`. In this case, the weight of each model is multiplied by its Bernstein polynomial at `t`
+        before the normalisation.
         """
         if self.name != "bezier":
             return self.weights

@@ -1,4 +1,7 @@
-"""Ensembles, which average the predictions of models drawn from a curve, a tunnel or a simplex."""
+"""Ensembles, which average the predictions of several models.
+
+The models are drawn from a curve, a simplex or a tunnel (a tube around a curve) in parameter space.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -46,11 +49,12 @@ class Ensemble:
     r"""The scores of an ensemble of n models, of each of its members, and of a single model, on the same samples.
 
     Attributes:
-        combined: the score of the ensemble. Its prediction is the mean of the class probabilities of its members,
-            $\frac1n \sum_j p_{\iota_\varphi(x_j)}$.
+        combined: the score of the ensemble. It predicts the mean $\frac1n \sum_j p_j$ of the class probabilities $p_j$
+            that its members predict.
         members: the score of each member.
         single: the score of the single model.
-        coordinates: the coordinates $x_j$ at which the members were drawn, as numbers or as tensors (*domain).
+        coordinates: the coordinates of each member in the subspace from which the members were drawn. They are a number
+            for a curve, and a vector for a simplex or a tunnel.
     """
 
     combined: Score
@@ -80,16 +84,20 @@ def ensemble(
     refresh: Iterable[Any] | None = None,
     targets: str = "targets",
 ) -> Ensemble:
-    r"""Evaluate an ensemble of n models that are drawn from a curve, a tunnel or a simplex in parameter space.
+    r"""Evaluate an ensemble of n models that are drawn from a subspace of the parameter space.
+
+    The subspace is a curve, a simplex or a tunnel (a tube around a curve). It has the control points $\varphi$ and
+    maps coordinates $x$ to parameters $\iota_\varphi(x)$. Member j has the parameters $\iota_\varphi(x_j)$, where
+    the coordinates $x_j$ are drawn uniformly.
 
     The prediction of the ensemble is the mean of the class probabilities of its members,
     $\frac1n \sum_j \operatorname{softmax} f_{\iota_\varphi(x_j)}$. Here, $f_\Theta$ are the logits of the network with
-    the parameters $\Theta$. Member j has the parameters $\iota_\varphi(x_j)$, where the coordinates $x_j$ are drawn
-    uniformly.
+    the parameters $\Theta$.
 
-    The function reads each batch once, and evaluates all models on it. The memory contains the parameters of only one
-    member at a time, but the buffers of all members. The module `model` runs in evaluation mode. Its parameters,
-    buffers and modes do not change.
+    - The function reads each batch once, and evaluates all models on it.
+    - It computes the parameters of each member again for each batch, so only one member is in memory at a time. The
+      buffers of all members, such as the statistics of BatchNorm, remain in memory.
+    - The module `model` runs in evaluation mode. Its parameters, buffers and modes do not change.
 
     Args:
         model: a module that maps inputs to logits (n, classes).

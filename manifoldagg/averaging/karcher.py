@@ -78,18 +78,14 @@ def karcher(
 
 
 def _span(space: Manifold, points: list[Tensor], weights: Tensor) -> Span | None:
-    """Return the linear span of the points, or `None` if the mean cannot be computed faster in this span."""
+    """Return the linear span of the points, or `None` if it is unsuitable for computing their mean."""
     return Span.of(space, [point.flatten() for point in points], start=int(weights.argmax()))
 
 
 def _mean_of_checked(
     space: Manifold, points: list[Tensor], weights: Tensor, span: Span | None, tolerance: float, max_steps: int
 ) -> KarcherMean:
-    """Compute the Karcher mean of points that have already been validated.
-
-    If the mean requires an iteration, each tensor (leaf) of the space has its own iteration, because the tolerance is
-    relative to the coordinates of the tensor.
-    """
+    """Compute the Karcher mean of points that have already been validated."""
     # The tolerance refers to the root mean square of P entries. The norm is larger by the factor √P.
     absolute_tolerance = tolerance * math.sqrt(max(points[0].numel(), 1))
     if span is not None:
@@ -98,6 +94,7 @@ def _mean_of_checked(
     if len(leaves) == 1:
         w = weights.to(points[0].device)
         return karcher_mean(space, torch.stack(points), w, tolerance=absolute_tolerance, max_steps=max_steps)
+    # Each tensor (leaf) has its own iteration, because the tolerance is relative to the coordinates of the tensor.
     means = []
     for leaf in leaves:
         parts = [point.flatten()[leaf.part].view(leaf.space.shape) for point in points]

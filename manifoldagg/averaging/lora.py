@@ -41,14 +41,16 @@ Scaling = float | Sequence[float]
 class AdapterAverageInfo:
     r"""The truncation error of an average of LoRA adapters.
 
-    The exact average $\bar X$ of the weight changes usually has a higher rank than the returned adapter, which
-    therefore only approximates it.
+    A LoRA adapter changes a weight matrix by the product of two factors. The exact average $\bar X$ of these changes
+    usually has a higher rank than the returned adapter, whose product $\hat X$ therefore only approximates it.
 
     Attributes:
-        error: the relative error $\|\bar X - \hat X\| / \|\bar X\|$ over all pairs of factors, where $\hat X$ is the
-            product of the returned factors before rounding. If the rank suffices, only rounding errors remain.
-        residual: the factors of $\bar X - \hat X$, as a state dict with the names of the adapter. The rank of a pair of
-            factors is the rank of the difference. A pair is omitted if the difference is 0.
+        error: the relative error $\|\bar X - \hat X\| / \|\bar X\|$, before the factors are rounded to their dtype.
+            Each norm includes the changes of all weight matrices. If the rank of the returned adapter suffices, only
+            rounding errors remain.
+        residual: a state dict with the names of the adapter, which contains two factors of $\bar X - \hat X$ for each
+            weight matrix. The inner dimension of the factors is the rank of this difference. If the difference is 0,
+            the two factors are omitted.
     """
 
     error: float
@@ -274,10 +276,8 @@ def _truncate_pair(
 
 
 def _significant_residual(truncated: TruncatedSVD) -> Tensor:
-    """Return the factors of the part of an average that the truncation to a lower rank discarded.
-
-    Singular values that are as small as rounding errors are omitted.
-    """
+    """Return two factors of the difference between a matrix and its truncation to a lower rank."""
+    # Singular values that are as small as rounding errors are omitted.
     # The tolerance has the form of numpy.linalg.matrix_rank.
     size = len(truncated.values) * torch.finfo(torch.float64).eps * float(truncated.values[0])
     return truncated.remainder[:, truncated.values[truncated.rank :] > size]
@@ -311,8 +311,9 @@ def _overflow_error(name: str, dtype: torch.dtype) -> StateDictError:
 def _mean_tensor(name: str, states: Sequence[Adapter], finite: Sequence[bool], coefficients: np.ndarray) -> Tensor:
     """Average a tensor that is not a LoRA factor over all adapters.
 
-    The result is a weighted sum, which is computed in float64 and rounded once. The result for a batch counter is the
-    maximum over the adapters. Other integers must be equal in all adapters.
+    - The result for a floating-point tensor is a weighted sum, which is computed in float64 and rounded once.
+    - The result for a batch counter (`num_batches_tracked`) is the maximum over the adapters.
+    - The result for any other integer tensor is its value, which must be equal in all adapters.
     """
     first = states[0][name]
     for i, state in enumerate(states):

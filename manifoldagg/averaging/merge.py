@@ -227,15 +227,13 @@ class _Run:
         )
 
     def _mean(self, index: int) -> Mean:
-        """Return the coefficients of the mean of one part of the model, a tensor or a pair of LoRA factors.
-
-        The first call for a part computes the coefficients, and later calls return the stored coefficients.
-        """
+        """Return the coefficients for averaging one tensor or one pair of LoRA factors."""
         part = self.plan.parts[index]
         if not part.has_gram_step:
             return part.method.solve(None)
         if self.plan.scope == "model":
             return self._mean_of_model()
+        # The first step of a part computes the coefficients, and its later steps use them again.
         if index not in self._means:
             try:
                 self._means[index] = part.method.solve(self._products(index))
@@ -265,10 +263,8 @@ class _Run:
         return InnerProducts(matrix, part.origin)
 
     def _products_of_model(self) -> InnerProducts | None:
-        """Return the inner products of the models, each with all its flat tensors and LoRA factors as one vector.
-
-        The result is `None` if the models have neither flat tensors nor LoRA factors.
-        """
+        """Return the inner products of the whole models, or `None` if no part contributes to them."""
+        # Flat tensors and LoRA pairs contribute. They are orthogonal blocks of a model, so their products add up.
         found = [self._products(i) for i, part in enumerate(self.plan.parts) if part.has_products]
         if not found:
             return None
@@ -301,7 +297,7 @@ class _Run:
 
 
 class _ReadAhead:
-    """Context manager that reads the data of later merge steps ahead, while the current step is computed.
+    """Context manager that prefetches the data of later merge steps during the current step.
 
     A separate thread sends the read requests to the operating system, because such a request can block.
     """

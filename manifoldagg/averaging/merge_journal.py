@@ -113,7 +113,10 @@ class MergeDraft:
             self.commit()
 
     def commit(self, *, wait: bool = False) -> None:
-        """Sync all written data to the disk in the background: first the shards, and then the records of the steps.
+        """Sync all written data to the disk in the background.
+
+        The files of the result are synced before the journal, which records the completed steps of the merge. The data
+        of a recorded step are therefore always on the disk.
 
         Args:
             wait: whether to wait until the data are on the disk.
@@ -130,11 +133,13 @@ class MergeDraft:
             self._commit.result()
 
     def publish(self, certificate: str, extra: Mapping[str, bytes]) -> None:
-        """Move the complete result to its final path, and remove the draft.
+        """Move the complete result to its final path, and remove the temporary files of the merge.
 
-        A file at this path is replaced atomically, just after its certificate. A folder at this path is replaced by two
-        renames, so it is missing for a moment. If the process is killed before the draft is removed, a restarted merge
-        publishes the same files again.
+        - If the result is a single file, it replaces an older file atomically. The JSON file with its certificates,
+          which describe the quality of the mean, is replaced just before.
+        - If the result is a folder, two renames replace an older folder. Between them, no folder exists at the path.
+
+        If the process is killed during the move, a restarted merge moves the same files again.
 
         Args:
             certificate: the JSON text of the certificates.
@@ -257,7 +262,7 @@ class MergeDraft:
                 data, position = data[count:], position + count
 
     def _sync(self, lines: bytes, dirty: Sequence[int]) -> None:
-        """Sync the changed shards to the disk, and then append lines to the journal. Run in the background thread."""
+        """Sync the changed shards to the disk, and then append the lines to the journal."""
         with os_errors(f"{self.folder}: could not be written"):
             # A record must not reach the disk before the bytes that it describes.
             for descriptor in dirty:
@@ -268,7 +273,8 @@ class MergeDraft:
 
 
 def _line(text: bytes) -> bytes:
-    """Return a line of the journal: the text after a checksum, which detects a partially written line."""
+    """Return a line of the journal, which consists of a checksum and the text."""
+    # The checksum detects a line that a killed process has written only partially.
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 

@@ -1,7 +1,9 @@
-"""The steps of a merge of checkpoints, for flat tensors, tensors on manifolds, LoRA factors, and integers.
+"""The two kinds of steps of which a merge of checkpoints consists.
 
-A step reads the same range of entries of a tensor from all checkpoints. It computes the inner products of these
-entries, or it computes and writes their mean.
+Each step reads the same range of entries of one tensor, or one pair of LoRA factors, from all checkpoints:
+
+- The function `gram_of` computes the inner products of these ranges.
+- The function `write_part` computes the mean of these ranges, and writes it to the result.
 """
 
 from collections.abc import Callable
@@ -45,7 +47,10 @@ class Buffers:
 
 
 def gram_of(part: Part, start: int, stop: int) -> Float64[Tensor, "r r"]:
-    """Compute the inner products of the models with nonzero weights over a range of entries of a tensor.
+    """Compute the inner products of several models, restricted to a range of entries of one tensor.
+
+    Models with the weight 0 are omitted. For a pair of LoRA factors, the function uses the whole product of the factors
+    instead of a range.
 
     Returns:
         The Gram matrix of one model and of the differences of the other models from it, as in `InnerProducts`.
@@ -116,20 +121,18 @@ def _write_flat(part: Part, mean: Mean, write: Write, buffers: Buffers, start: i
 
 
 def _write_copied(part: Part, write: Write, start: int, stop: int) -> None:
-    """Write a range of entries of an integer or boolean tensor, which has no mean.
-
-    A batch counter gets the largest value of all models. Any other tensor is copied from the model with the largest
-    weight. If the tensor has several entries, it must be equal in all models.
-    """
+    """Write a range of an integer or boolean tensor, which is copied instead of averaged."""
     name = part.names[0]
     column = part.tensors[0]
+    # The value is copied from the model with the largest weight. A batch counter gets the largest value of all models.
     heaviest = column[int(part.method.barycentric.argmax())]
     value = heaviest.read(start, stop)
     if is_batch_counter(name):
         value = largest_counter([x.read(start, stop) for x in column])
     elif not Entry(name, tuple(heaviest.entry.shape), heaviest.entry.dtype).is_counter:
         for label, x in zip(part.labels, column, strict=True):
-            # Bytes are compared, because torch cannot compare all unsigned integers.
+            # A tensor with several entries must be equal in all models. Bytes are compared, because torch cannot
+            # compare all unsigned integers.
             if not torch.equal(x.read(start, stop).view(torch.uint8), value.view(torch.uint8)):
                 expected = f"expected {value.dtype} equal to that of the other models, as it has no mean"
                 raise StateDictError(f"{label}: {name}: {expected}")
@@ -155,11 +158,8 @@ def _write_curved(part: Part, write: Write, start: int, stop: int) -> list[float
 
 
 def _space_of_range(space: Manifold | None, size: int) -> Manifold:
-    """Return the manifold of a range of entries of a tensor.
-
-    If the manifold of the whole tensor is a power, that is, several copies of another manifold, a range of `size`
-    entries contains only some of the copies.
-    """
+    """Return the manifold of a range of `size` entries of a tensor on the manifold `space`."""
+    # If the tensor is on a power, that is, on several copies of a manifold, the range contains some of the copies.
     assert space is not None
     if not isinstance(space, Power):
         return space
@@ -167,10 +167,7 @@ def _space_of_range(space: Manifold | None, size: int) -> Manifold:
 
 
 def _write_factors(part: Part, mean: Mean, write: Write) -> float:
-    """Write the LoRA factors of the mean, and return the squared norm of their error.
-
-    The error consists of the truncation to the rank of the result and of rounding errors.
-    """
+    """Write the LoRA factors of the mean, and return the squared error of their product."""
     pair = FactorPair(*part.names)
     states = [_factors(part, i) for i in part.used]
     c = mean.coefficients[part.used]
@@ -187,7 +184,8 @@ def _write_factors(part: Part, mean: Mean, write: Write) -> float:
         # largest rank. Zeros complete the factors without a change of their product.
         padded.narrow(axis, 0, factor.shape[axis]).copy_(factor)
         write(entry.name, 0, padded.flatten())
-    # The error is the norm of the written product minus the exact mean.
+    # The error is the norm of the written product minus the exact mean. It consists of the truncation to the rank of
+    # the result and of rounding errors.
     stacks = [pair.stack(result), *_stacks(part)]
     coefficients = torch.cat([torch.ones(1, dtype=torch.float64), -c])
     return float(JointBasis.of(stacks, part.shape_of_second[0]).gram(coefficients[None]))

@@ -198,10 +198,11 @@ class MergePlan:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The steps of the merge in the order of their execution.
+        """The steps of the merge, in the order of their execution.
 
-        With `scope="model"`, the coefficients of the mean depend on all tensors. The merge therefore computes all inner
-        products of the models before it writes the first tensor.
+        Some steps compute inner products of the models, and other steps write the mean. With `scope="tensor"`, the
+        merge completes one tensor after the other. With `scope="model"`, it computes all inner products before it
+        writes the first tensor, because the coefficients of the mean depend on all tensors.
         """
         grams: list[Step] = []
         steps: list[Step] = []
@@ -233,14 +234,21 @@ class MergePlan:
 
     @property
     def certificate_path(self) -> Path:
-        """The path of the JSON file with the certificates, in the folder of the result or next to a single file."""
+        """The path of the JSON file with the certificates, which describe the quality of the mean.
+
+        If the result is a folder, the path is `certificate.json` in this folder. If the result is a single file, such
+        as `mean.safetensors`, the path is `mean.certificate.json` in the same folder.
+        """
         return self.out / CERTIFICATE_NAME if self.is_folder else self.out.with_suffix(f".{CERTIFICATE_NAME}")
 
     def extra_files(self) -> dict[str, bytes]:
-        """Return the index of the shards and the configuration files, which complete a result in a folder.
+        """Return the files that a result in a folder contains in addition to its safetensors files.
 
-        Most configuration files are copies from the first checkpoint. The result is a dict from file names to contents.
-        It is empty if the merge writes a single file.
+        These are configuration files, most of which are copied from the first checkpoint. If there are several
+        safetensors files, the index that assigns the tensors to them is included too.
+
+        Returns:
+            The contents of the files by name. The dict is empty if the merge writes a single file.
         """
         if not self.is_folder:
             return {}
@@ -440,9 +448,10 @@ def _check_replaceable(folder: Path, out: str | os.PathLike[str]) -> None:
 
 
 def result_entries(part: Part) -> Iterator[TensorEntry]:
-    """Yield the name, dtype and shape of each tensor that the result contains for one part of the model.
+    """Yield the name, dtype and shape of each tensor that a merge writes for one part of the model.
 
-    The rank of a pair of LoRA factors is the largest rank of the pair in all models.
+    A part is one tensor or a pair of LoRA factors. If the models have different ranks for a pair, the written factors
+    have the largest of these ranks.
     """
     rank = max(x.entry.shape[0] for x in part.tensors[0]) if part.kind == "factors" else 0
     for axis, column in enumerate(part.tensors):

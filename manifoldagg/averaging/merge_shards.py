@@ -22,7 +22,7 @@ class Shard:
     Attributes:
         name: the name of the file.
         header: the bytes that precede the tensors.
-        begins: the position in bytes of each tensor in the file, by the name of the tensor.
+        begins: a mapping from the name of each tensor to its byte offset in the file.
         size: the size of the file in bytes.
     """
 

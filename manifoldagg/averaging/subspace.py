@@ -70,12 +70,17 @@ class Subspace:
         return float(self.residuals.sum())
 
     def average(self, weights: Float[Tensor, " m"] | Sequence[float] | None = None) -> Float[Tensor, "..."]:
-        r"""Compute the model $\iota_\xi(\sum_j w_j x_j)$ at the weighted mean of the coordinates $x_j$ of all models.
+        r"""Compute the point of the subspace at the weighted mean of the coordinates of all models.
 
-        The coordinates of a model are the parameter of a curve, the barycentric coordinates of a simplex, or the
-        parameter and the offset of a tunnel. The set of all coordinates is convex, so the result is always a point of
-        the subspace. In general, the mean of the models themselves is not a point of the subspace. For a tunnel in
-        ambient form, the method removes the component of the mean offset that is tangential to the curve.
+        Each model has coordinates $x_j$, which are those of the nearest point of the subspace. The method returns the
+        point $\iota_\xi(\sum_j w_j x_j)$, where $\iota_\xi$ maps coordinates to points and $w_j$ are the weights. In
+        general, the mean of the models themselves is not a point of the subspace.
+
+        - On a curve, the coordinates of a point are its parameter.
+        - On a simplex, they are its barycentric coordinates.
+        - In a tunnel, which is a tube around a curve, they are the parameter of a point on the curve and an offset from
+          this point. In the ambient form, the offset is a vector normal to the curve. The method therefore removes the
+          tangential component of the mean offset.
 
         Args:
             weights: the weights of the points, which are normalised. The default is equal weights.
@@ -140,15 +145,13 @@ class Subspace:
         return [self.view(edge(self.phi[pair], t[::8])) for pair in pairs]
 
     def _tunnel_walls(self) -> list[Tensor]:
-        """Return the walls of a tunnel in the plane of the plot.
-
-        The walls are two lines on both sides of the curve, whose distance from it is the radius of the tunnel.
-        """
+        """Return the two walls of a tunnel as lines in the plane of the plot."""
         line = self._outlines()[0]
         # The direction at the last point is that of the previous segment.
         ahead = line.diff(dim=0, append=2 * line[-1:] - line[-2:-1])
         side = torch.stack([-ahead[:, 1], ahead[:, 0]], -1)
         side = side / side.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(side.dtype).tiny)
+        # The distance of the walls from the curve is the radius of the tunnel.
         reach = self.embedding.radius * float((self.phi[-1] - self.phi[0]).double().norm())  # type: ignore[attr-defined]
         return [line + reach * side, line - reach * side]
 
@@ -290,10 +293,8 @@ def _check_spread(spread: float, minimum: float = 0.0) -> None:
 
 
 def _fit_on_curved_space(models: Tensor, embedding: Embedding, options: FitOptions) -> Subspace:
-    """Fit a curve or a simplex on a curved manifold.
-
-    The fit starts with a fit in the tangent space at the Karcher mean of the models.
-    """
+    """Fit a curve or a simplex to models on a curved manifold."""
+    # The starting point is a fit in the tangent space at the Karcher mean of the models.
     space = embedding.space
     x = space._project(models.double())
     center = karcher(space, x).point

@@ -196,9 +196,9 @@ class SWA:
 
     @property
     def average(self) -> Float[Tensor, "..."] | None:
-        """A copy of the average in the dtype of the models, or `None` if no version was selected yet.
+        """A copy of the average in the dtype of the models, or `None` before the first model has been averaged.
 
-        After a reset, the average is the point that `reset_point` returned, until the next version is selected.
+        After `reset_point` has returned a model, the average equals this model until the next model is averaged.
         """
         mean = self.mean
         if mean is not None:
@@ -233,16 +233,16 @@ class SWA:
         return model.detach().clone() if average is None else average
 
     def reset_point(self, version: int) -> Float[Tensor, "..."] | None:
-        r"""Return the average with which a training loop replaces its model, or `None` if the model is not reset.
+        r"""Return the average if the training loop should now reset its model to it, and `None` otherwise.
 
-        Call this method after `update(version, model)`, and write the returned point to the model. The method returns
-        the average if both of these conditions are met:
+        Call this method after each `update(version, model)`. If the result is not `None`, write it to the model. The
+        options `periodic` and `offset` of the constructor determine the versions at which the model is reset. The
+        result is the average if both of these conditions are met:
 
-        - $\tau = \mathrm{version} - \mathrm{offset}$ is a positive multiple of `periodic`.
-        - A model was selected since the last reset.
+        - `version - offset` is a positive multiple of `periodic`.
+        - At least one model was averaged since the last reset.
 
-        Without `periodic`, the result is always `None`. After a reset, the average does not change until the next
-        selected version, which starts a new average.
+        Without `periodic`, the result is always `None`. After a reset, the next averaged model starts a new average.
 
         Args:
             version: the version of the last call of `update`.
@@ -358,11 +358,9 @@ class SWA:
         return {name: getattr(self, name) for name in names}
 
     def _consistent_read(self, read: Callable[[_AverageState], T]) -> T:
-        """Read values from the current state without waiting for a lock.
-
-        The function `read` must return copies of the values. A concurrent update can overwrite the mean while `read`
-        copies it. Such an update also replaces the state object, so the method detects it and calls `read` again.
-        """
+        """Return `read(state)` for the current state, without waiting for a lock."""
+        # `read` copies the values that it returns. An update in another thread can overwrite the mean during the copy.
+        # It also replaces the state object, so the comparison detects it, and the loop calls `read` again.
         while True:
             state = self._state
             result = read(state)
