@@ -27,13 +27,13 @@ Violation = tuple[float, float]
 
 @dataclass(frozen=True)
 class LawCase:
-    """Random points and tangents of a manifold, with which one law is checked.
+    """Random points and tangents of a manifold, on which a law such as log_x(exp_x u) = u is checked.
 
     Attributes:
         space: the manifold under test.
         seed: the seed of all random draws.
         dtype: the dtype of the points and tangents.
-        distance: the length of the tangents `u` and `v`, and the distance from `x` to the points `y` = exp_x(u).
+        distance: the length of the tangents `u` and `v`. It is also the distance between `x` and `y` = exp_x(u).
         condition: the condition number of the manifold, that is, the factor by which its formulas may amplify rounding
             errors.
         batch: the number of points.
@@ -68,10 +68,10 @@ class LawCase:
 
     @cached_property
     def cut_locus_margin(self) -> float:
-        """The injectivity radius at `x` minus the distance from `x` to `y`, but at most 1.
+        """The margin min(1, r - t), where r is the injectivity radius at `x`, and t is the distance from `x` to `y`.
 
-        The rounding errors of log and transport grow near the cut locus of `x`. The tolerances of the laws are
-        therefore proportional to the inverse of this margin.
+        If the margin is small, `y` is near the cut locus of `x`, where log and transport amplify rounding errors. The
+        allowed errors are therefore divided by the margin.
         """
         return min(1.0, min_injectivity_radius(self.space, self.x) - self.distance)
 
@@ -368,7 +368,7 @@ def transport_preserves_geodesic_velocity(s: LawCase) -> Violation:
 def pole_ladder_equals_transport(s: LawCase) -> Violation:
     """On a symmetric space, parallel transport equals the pole ladder, which is computed from exp and log alone.
 
-    For example, the law detects a space that implements transport as a projection onto the tangent space.
+    For example, a space violates this law if its `transport` is only a projection onto the tangent space.
     """
     if not s.space.symmetric or 2 * s.distance >= 0.9 * min_injectivity_radius(s.space, s.x):
         return 0.0, 0.0

@@ -68,11 +68,16 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class RuleCase:
-    """Reproducible asynchronous run of an aggregation rule, with which the laws of the rule are checked.
+    """Reproducible asynchronous run of an aggregation rule, in which `check_rule` tests the rule.
 
-    The seed determines the start model, the payloads of the clients and the order in which tasks return. As many tasks
-    are in flight as there are clients. The same run can be carried out in three ways: by direct calls of the rule
-    (`direct_run`), by a `Server` (`server_run`), or by calls of `aggregate` (`aggregate_run`).
+    The seed determines the start model, the payloads (the values that the clients return), and the order in which the
+    clients finish their tasks. The number of tasks in flight always equals the number of clients.
+
+    The same run can be executed in three ways:
+
+    - by direct calls of the rule (`direct_run`)
+    - by a `Server` (`server_run`)
+    - by calls of `aggregate` (`aggregate_run`)
 
     Args:
         rule: the rule.
@@ -109,10 +114,10 @@ class RuleCase:
         object.__setattr__(self, "schedule", tuple(ScheduledUpdate(place, self.clients[i]) for place, i in draws))
 
     def generator(self, index: int) -> torch.Generator:
-        """Return a new random number generator, whose seed depends on the seed of the case and on `index`.
+        """Return a new random number generator with a seed that depends on the seed of the run and on `index`.
 
-        The start model and the schedule are drawn with the index 0. The payload of update i is drawn with the index
-        i + 1.
+        The generator with the index 0 draws the start model and the order of the updates. The generator with the index
+        i + 1 draws the values that the client returns in update i.
         """
         return torch.Generator().manual_seed(2**20 * self.seed + index)
 
@@ -121,8 +126,9 @@ class RuleCase:
         """The number of training samples of each client. The sum of these numbers is a power of 2.
 
         The weight of a client is its number of samples divided by this sum. A division by a power of 2 is exact, so a
-        rule computes bitwise equal means with the weights and with the numbers of samples. Some laws need this
-        property, because `Server` provides both and `aggregate` provides only the weights.
+        mean with these weights is bitwise equal to a mean with the numbers of samples. Results of `Server`, which
+        provides both to a rule, are therefore bitwise comparable with results of `aggregate`, which provides only the
+        weights.
         """
         counts = list(range(1, len(self.clients)))
         total = 1
@@ -238,7 +244,7 @@ class DirectRun:
 class ServerRun:
     """A simulated asynchronous run of a `Server` and its clients.
 
-    Between two updates, the method `resumed` can continue the run with a server that was resumed from a file.
+    The method `resumed` continues the run with another server, for example with one that was loaded from a file.
     """
 
     def __init__(self, case: RuleCase, server: Server) -> None:
@@ -314,9 +320,9 @@ class AggregateRun:
         return current, base, points if len(points) > 1 else points[0]
 
     def step(self, current: Any, base: Any, update: Any, out: Any = None) -> tuple[Any, State, dict[str, float]]:
-        """Call `aggregate` with the given models.
+        """Call `aggregate` with the given models, to repeat the next update of a recorded server run.
 
-        The other arguments, such as the staleness and the weight, are those of the next update in the server run.
+        The other arguments of `aggregate`, such as the staleness and the weight, come from the record of this update.
         """
         record = self.records[len(self.models) - 1]
         return _aggregate(self.case.rule, self.state, current, base, update, record, self.space, out)

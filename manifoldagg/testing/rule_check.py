@@ -37,7 +37,7 @@ def check_rule(
     laws: Iterable[str] | None = None,
     verbose: bool = True,
 ) -> Verdict:
-    """Check that an aggregation rule satisfies the laws of the protocol `Rule`.
+    """Check that an aggregation rule satisfies the laws (the requirements) of the protocol `Rule`.
 
     Use this function to test a rule that you implement. It checks the laws in
     [`RULE_LAWS`][manifoldagg.testing.RULE_LAWS] that apply to the rule. For each seed, the laws are checked in one
@@ -47,8 +47,8 @@ def check_rule(
     - The tasks return in a random order.
     - Each client returns a random model near the model that it received.
 
-    The laws require bitwise equality. If the rule raises an exception, the law counts as broken, and its finding
-    contains the exception. Warnings are ignored.
+    The laws require bitwise equality. If the rule raises an exception, the law counts as broken, and the returned
+    verdict contains the exception. Warnings are ignored.
 
     Args:
         rule: an instance of a rule. The rule must be deterministic. For example, `Private` requires a `seed`.

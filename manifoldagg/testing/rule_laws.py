@@ -123,10 +123,11 @@ def step_is_pure(case: RuleCase) -> str:
 
 @rule_law()
 def nothing_is_aliased(case: RuleCase) -> str:
-    """The results of `rule.step` do not share memory with each other or with the inputs of `step`.
+    """The results of `rule.step` do not share memory with each other or with the update that `step` receives.
 
-    The results are the new model, the new state and the new client state. The new states may share memory with the
-    previous states, because rules do not modify states in place.
+    The results are the new model, the new state and the new client state. The model must not share memory with the
+    previous state or the previous client state either. The two new states may share memory with these previous states,
+    because a rule never modifies a state in place.
     """
     rule = case.rule
     space = case.space
@@ -158,9 +159,12 @@ def nothing_is_aliased(case: RuleCase) -> str:
 def rejection_changes_nothing(case: RuleCase) -> str:
     """A rejected update does not change the model, the state, the client states, the version or the history.
 
-    - `Server` and `aggregate` must reject an update whose points are not finite or have an invalid shape. The run then
-      continues exactly like a run without this update.
-    - An update with entries near the largest finite number may be rejected or accepted.
+    The law is checked with invalid updates and with very large updates:
+
+    - `Server` and `aggregate` must reject an update that is not finite or has an invalid shape. All later results must
+      be bitwise equal to those of a run without this update.
+    - They may accept an update with entries near the largest finite number. If they reject it, the same
+      condition applies to all later results.
     - A rule with differential privacy may accept an update that is not finite, because it replaces the update by zeros.
     """
     run = case.server_run()
@@ -233,8 +237,8 @@ def results_do_not_depend_on_the_split_into_tensors(case: RuleCase) -> str:
 def a_run_can_be_resumed(case: RuleCase) -> str:
     """A run that is saved to a file and resumed is bitwise equal to an uninterrupted run.
 
-    The law checks `Server.save` and `Server.resume`. If the server and its clients exchange only models, the law also
-    checks `AsyncAggregator.state` and `AsyncAggregator.load`.
+    The run is saved with `Server.save` and resumed with `Server.resume`. If the server and its clients exchange only
+    models, a second run is saved with `AsyncAggregator.state` and resumed with `AsyncAggregator.load`.
     """
     count = case.num_updates // 2
     with tempfile.TemporaryDirectory() as folder:
@@ -310,10 +314,10 @@ def _huge(payload: Payload) -> Payload:
 
 
 def _rejection(run: ServerRun, ticket: Any, what: str, payload: Payload, *, must_reject: bool) -> str | None:
-    """Send an invalid or very large payload to a server, and describe the first change that its rejection caused.
+    """Send an invalid or very large payload to a server, and check that a rejection changes nothing.
 
-    The result is "" if the rejection changed neither the server nor the payload, and `None` if the server accepted the
-    payload.
+    If the server rejects the payload, the result describes the first change of the server or of the payload, or it is
+    "" if nothing has changed. If the server accepts the payload, the result is `None`.
     """
     before = copy.deepcopy(run.contents())
     original = copy.deepcopy(payload)
@@ -325,10 +329,9 @@ def _rejection(run: ServerRun, ticket: Any, what: str, payload: Payload, *, must
 
 
 def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun) -> str:
-    """Call `aggregate` with invalid updates during a run, and describe the first violation.
+    """Check that `aggregate` rejects invalid updates during a run, and that they do not change the run.
 
-    A violation is an invalid update that is accepted, or that changes the run although it is rejected. The result is ""
-    without a violation.
+    The result describes the first violation, or is "" if there is none.
     """
     plain = case.aggregate_run(space, twin.records)
     run = case.aggregate_run(space, twin.records)
@@ -344,10 +347,10 @@ def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun
 
 
 def _aggregate_rejection(run: AggregateRun, kind: str) -> str:
-    """Call `aggregate` with one invalid update, and describe the violation, or return "".
+    """Check that `aggregate` rejects one invalid update without modifying its inputs.
 
-    It is a violation if `aggregate` modifies an input before it rejects the update. It is also a violation if
-    `aggregate` accepts the update, unless the update is only very large.
+    The result describes the first violation, or is "" if there is none. A very large update is the only kind of update
+    that `aggregate` may also accept.
     """
     current, base, update = run.next_models()
     for model in update if isinstance(update, list) else [update]:

@@ -1,4 +1,7 @@
-"""Comparison of nested dicts, lists and objects that contain tensors: bitwise differences and shared memory."""
+"""Functions that find bitwise differences between two trees, and memory that two trees share.
+
+A tree consists of nested dicts, lists and objects, whose leaves are tensors and other values.
+"""
 
 import math
 from collections.abc import Iterator, Mapping

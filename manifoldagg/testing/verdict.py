@@ -40,12 +40,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The results of checking all laws that apply to a manifold or to an aggregation rule.
+    """The results of checking the laws (the required properties) of a manifold or of an aggregation rule.
 
     Attributes:
         subject: the name of the manifold or rule, with its options.
-        findings: one finding for each checked law.
-        omitted: the reason why a law was not checked, by the name of the law.
+        findings: the result for each checked law.
+        omitted: a mapping from the name of each unchecked law to the reason why it was not checked.
     """
 
     subject: str
