@@ -4,8 +4,11 @@
 - `TangentRule` extends `ServerRule` for curved spaces. It can transport the displacement of an update from one model to
   another.
 
-Other modules derive two base classes from `TangentRule`. `GramRule` computes each step from the inner products of a
-single update, and `BufferedRule` steps along the mean of several updates.
+Other modules derive two base classes from `TangentRule`:
+
+- `GramRule` takes one step for each update. It uses the inner products between the displacement of the update and the
+  drift of the server model.
+- `BufferedRule` takes one step along the mean of several updates.
 """
 
 import abc
@@ -72,10 +75,11 @@ class ServerRule(KeywordHints, abc.ABC):
         return Message(current)
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
-        """Plan a step, and return the next state of the rule and the outcome.
+        """Prepare a step, and return the next state of the rule and the outcome (the new model and the metrics).
 
-        A plan contains the new model and the sums in the state as deferred linear combinations. The caller computes
-        them after all checks have passed, so a rejected update does not write to any tensor.
+        The method does not compute the new model or the new sums in the state. It returns them as linear combinations,
+        which the caller computes after all checks have passed. A rejected update therefore does not write to any
+        tensor.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither `plan` nor `step`")
 
@@ -105,8 +109,10 @@ class TangentRule(ServerRule):
 
     On a curved space, the displacement of an update is a tangent vector at the model from which the client started. A
     server step, however, starts at the current server model. The rule therefore transports each displacement to the
-    current model. The options `transport` and `rungs` select the method, as described in
-    [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected].
+    current model.
+
+    The option `transport` selects the method of transport. The option `rungs` is the number of steps of the approximate
+    method `"ladder"`. [`AsyncCorrected`][manifoldagg.federated.rules.AsyncCorrected] describes both options.
     """
 
     transport: str | None = field(default=None, kw_only=True)
@@ -133,13 +139,14 @@ class TangentRule(ServerRule):
 
 
 def commit(planned: tuple[State, Outcome], out: Tensor | None = None) -> tuple[State, Outcome]:
-    """Carry out a planned step by computing its deferred linear combinations.
+    """Compute the new model and the next state of a step that the method `plan` has prepared.
 
-    The function computes the next state of the rule before the new model. Writing the new model to `out` may overwrite
-    memory that the state still needs.
+    The prepared step contains linear combinations that are not computed yet. If `out` is given, the function writes the
+    new model to it.
     """
     state, outcome = planned
     state, outcome, numbers = measure(state, outcome, dict(outcome.numbers), compute=out is None)
+    # The state is computed before the new model, because writing to `out` may overwrite memory that the state reads.
     state = materialize(state)
     model: Any = outcome.model
     if isinstance(model, Combination):

@@ -33,8 +33,8 @@ __all__ = ["BufferMean", "BufferedRule"]
 class BufferMean:
     r"""Mean $\bar\Delta$ of the displacements in a full buffer.
 
-    The mean is represented as a linear combination of existing tensors and is computed only on demand. A rule that only
-    steps along the mean therefore needs no additional vector.
+    The class stores the mean as a linear combination of existing tensors. The method `step` adds this combination to
+    the model without first computing the mean as a vector of its own.
 
     Attributes:
         space: the space of the models.
@@ -141,10 +141,11 @@ class BufferedRule(TangentRule):
         return model, norm, {}
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the part of the next step that the updates in the buffer already determine.
+        """Return the contribution of the buffered updates to the next step.
 
-        The server checks that the model remains finite after this partial step. The result contains at most one sum of
-        displacements, which is a list of pairs of a factor and a vector.
+        The server checks that the model remains finite after adding this contribution. The result is
+        `[[(factor, vector)]]`, which stands for `factor * vector`. It is empty if the buffer is empty, or if a subclass
+        overrides `apply_step`.
         """
         if "buffer" not in state or type(self).apply_step is not BufferedRule.apply_step:
             return []

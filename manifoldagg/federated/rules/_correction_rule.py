@@ -34,9 +34,10 @@ def _corrects_alone(kind: type["CorrectionRule"]) -> bool:
 class CorrectionRule(GramRule):
     """Base class for rules that correct the displacements of an update and then step along the resulting curve.
 
-    The correction replaces each displacement by a linear combination of the displacements, the drift of the server
-    model and optional further vectors. If this combination cancels nearly all of a displacement, rounding errors would
-    dominate its computed norm. The rule then measures the corrected displacement in a second pass over the parameters.
+    The correction replaces each displacement by a linear combination. Its vectors are the displacements, the drift (the
+    change of the server model since the client started) and, for some corrections, further vectors. If the combination
+    cancels nearly all of a displacement, inner products do not determine the norm of the result accurately. The rule
+    then computes this norm in a second pass over the parameters.
 
     The entry `correction` of the rule's state contains the state of the correction.
     """
@@ -111,8 +112,8 @@ class ScheduledRule(CorrectionRule):
     def fixed_coefficients(self) -> tuple[float, ...] | None:  # type: ignore[override]  # of the correction
         """The coefficients of the correction if they are the same for all updates, and `None` otherwise.
 
-        If `decay` is positive, the result is `None`, because the staleness penalty then requires the inner products of
-        each update.
+        With fixed coefficients, a step does not need inner products of the displacement and the drift. The staleness
+        penalty needs them. The result is therefore `None` if `decay`, the strength of the penalty, is positive.
         """
         return None if self.decay else super().fixed_coefficients
 

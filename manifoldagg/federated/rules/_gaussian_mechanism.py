@@ -76,14 +76,12 @@ class GaussianMechanism:
         ]
 
     def _sample_noise(self, total: Tensor, version: int) -> Tensor:
-        """Sample the noise with a generator whose key depends on the secret, the version and the sum.
-
-        A server that resumes from an older checkpoint can compute the same model version a second time from other
-        updates. If both computations added the same noise, the difference between the two models would reveal the
-        updates. The key therefore contains a hash of the sum of the updates.
-        """
+        """Sample standard normal noise with a seed from the secret key, `version` and `total`."""
         number = hashlib.blake2b(key=_key_bytes(self.key), digest_size=16)
         number.update(version.to_bytes(8, "little"))
+        # A server that resumes from an older checkpoint can compute the same version a second time from other updates.
+        # With the same noise, the difference between the two models would reveal the updates. The seed therefore
+        # depends on the sum of the updates.
         number.update(total.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(number.digest(), "little")))
         drawn = torch.empty(total.shape, dtype=total.dtype)

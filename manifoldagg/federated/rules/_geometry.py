@@ -49,15 +49,15 @@ def check_points(rule: object, update: Update, count: int | None = 1, descriptio
 def frame_from_update(
     space: Manifold, update: Update, *, transport: str | None = None, rungs: int = DEFAULT_RUNGS, tensors: bool = False
 ) -> Frame:
-    r"""Convert an update to a frame of tangent vectors at the current model $\Theta^\tau$.
+    r"""Convert an update to tangent vectors at the current server model $\Theta^\tau$.
 
-    The frame contains the displacements $v_1, \dots, v_n$ of the client's control points $\varphi_1, \dots, \varphi_n$
-    from the client's start model $\Theta^t$. It also contains the drift $g$ of the server model from $\Theta^t$ to
-    $\Theta^\tau$.
+    The result contains the displacements $v_1, \dots, v_n$ from the client's start model $\Theta^t$ to the client's
+    points $\varphi_1, \dots, \varphi_n$. It also contains the drift $g$, which leads from $\Theta^t$ to $\Theta^\tau$.
 
-    - On flat spaces and for low-rank leaves, these vectors are differences of the tensors of the update.
-    - On other curved spaces, $v_i = \log_{\Theta^t} \varphi_i$ is transported from $\Theta^t$ to $\Theta^\tau$. If the
-      space has a projection, the computation uses float64.
+    - On flat spaces and for tensors of low rank, these vectors are differences: $v_i = \varphi_i - \Theta^t$ and
+      $g = \Theta^\tau - \Theta^t$.
+    - On other curved spaces, the displacement $\log_{\Theta^t} \varphi_i$ is transported from $\Theta^t$ to
+      $\Theta^\tau$.
 
     Args:
         space: the space of the points.
@@ -94,6 +94,7 @@ def frame_from_update(
                 raise ArgumentError("points: expected models, as low-rank leaves do not support pseudo-gradients")
             return Frame.of_gradients(points, base, current, segments=segments)
         return Frame.of_points(points, base, current, segments=segments, ambient=ambient)
+    # If the space has a projection, the logarithm and the transport are computed in float64.
     base, current, points = (in_float64(space, x) for x in (base, current, update.points.detach()))
     displacements = checked_log(space, base, points, "points: out of reach of the base")
     return Frame.of_tangents(Transporter(space, base, current, transport, rungs), displacements)

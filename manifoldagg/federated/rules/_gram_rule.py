@@ -118,8 +118,8 @@ class GramRule(TangentRule):
     def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
         r"""Return the step size $\rho$, the factor by which the rule scales the corrected displacement.
 
-        By default, this is the result of `rate`. A subclass with a staleness penalty calls the function `penalty`,
-        which maps the strength $\alpha$ of the penalty to its value $S$ for this update.
+        By default, this is the result of the method `rate`. A subclass can also multiply it by the staleness penalty of
+        this update, which the function `penalty` computes from the strength of the penalty.
         """
         return self.rate(state, update)
 
@@ -154,8 +154,8 @@ class GramRule(TangentRule):
     def step_curve(self, state: State) -> StepCurve:
         """Return the curve along which a step moves the server model.
 
-        The points of the curve are the corrected displacements. The options of the curve determine the position on it
-        that the step size selects.
+        The control points of the curve are the corrected displacements of the update. By default, it is a Bézier curve
+        with the option `overshoot` of the rule.
         """
         return StepCurve(self.overshoot)
 
@@ -228,10 +228,10 @@ def staleness_penalty(strength: float, candidate: float, drift: float) -> float:
 
     $$S = 1 + \alpha \Bigl( \frac{\|\Theta^\tau - \hat\Theta\|}{\|\Theta^t - \Theta^\tau\|} - 1 \Bigr)$$
 
-    Here, $\alpha$ is the strength of the penalty. The numerator is the distance from the current model $\Theta^\tau$ to
-    the candidate $\hat\Theta$, which is the model after an unscaled step. The denominator is the norm of the drift, the
-    distance of $\Theta^\tau$ from the client's start model $\Theta^t$. The penalty shortens the step if the step is
-    shorter than the drift.
+    Here, $\alpha$ is the strength of the penalty. The numerator is the length of the unscaled step from the current
+    model $\Theta^\tau$ to the candidate $\hat\Theta$. The denominator is the length of the drift from the client's
+    start model $\Theta^t$ to $\Theta^\tau$. With $\alpha > 0$, $S$ is below 1 if the unscaled step is shorter than the
+    drift, and above 1 if it is longer.
 
     Args:
         strength: the strength $\alpha$.

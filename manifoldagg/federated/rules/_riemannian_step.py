@@ -71,9 +71,9 @@ def parameter_at_distance_on(curve: CurveEmbedding, phi: Tensor, rho: float) -> 
     The result is the smallest $s \in [0, 1]$ with $d(\varphi_0, \iota_\varphi(s)) = \rho\, d(\varphi_0, \varphi_n)$,
     where $\iota_\varphi$ is the curve from $\varphi_0$ to $\varphi_n$.
 
-    The function evaluates the distance on a grid of 64 intervals. It then refines the first interval at whose end the
-    distance is reached, until linear interpolation is exact up to rounding. If the curve reaches the distance and falls
-    below it again within one interval, the function misses this crossing.
+    The function evaluates the distance at the ends of 64 equal intervals. In the first interval that ends at this
+    distance or beyond, it refines the grid until linear interpolation is exact up to rounding. If the curve reaches the
+    distance and falls below it again within one interval, the function misses this crossing.
 
     Args:
         curve: a curve on any space.
@@ -100,10 +100,13 @@ def parameter_at_distance_on(curve: CurveEmbedding, phi: Tensor, rho: float) -> 
         return 0.0
 
     def section(low: float, high: float, gap: float, parts: int) -> tuple[float, float, float, float] | None:
-        """Find the first of `parts` equal sections of [low, high] at whose end the curve reaches the target distance.
+        """Find the first section in which the curve gets at least `goal` away from its start.
 
-        The result contains both ends of the section and, for each end, the target minus the distance at this end. If no
-        section reaches the target, the result is `None`.
+        The function divides the parameter interval [low, high] into `parts` equal sections. It checks the distance at
+        the end of each section.
+
+        Returns:
+            The two ends of the section, and `goal` minus the distance at each end. `None` if there is no such section.
         """
         before = low
         for first in range(0, parts, EVALUATION_BATCH):

@@ -1,8 +1,9 @@
-r"""Curves along which server steps move the model, and conversion of a step size to a position on such a curve.
+r"""Curves along which server steps move the model.
 
-An update with n points has n corrected displacements $u_1, \dots, u_n$ from the current server model. Together with the
-start $u_0 = 0$, they are the control points of a Bézier curve or the vertices of a polygon. On flat spaces, this module
-computes positions from the inner products of the displacements, so the cost does not depend on the size of the model.
+An update with n points has n displacements $u_1, \dots, u_n$ from the current server model, after the correction for
+the drift. Together with $u_0 = 0$, they are the control points of a Bézier curve or the vertices of a polygon. The
+module converts the size of a step to a position on this curve. On flat spaces, this conversion needs only the inner
+products of the displacements.
 """
 
 import math
@@ -37,8 +38,9 @@ InnerProducts = Sequence[Sequence[float]]
 class StepCurve:
     r"""Curve along which a server step moves the model.
 
-    The points of the curve are the corrected displacements of an update. The options determine the shape of the curve,
-    and the position on it that a step selects for the rate $\rho$.
+    The curve starts at the current server model. Relative to this model, its other points are the displacements of an
+    update, after the correction for the drift of the server model. The options determine the shape of the curve, and
+    which position on it belongs to the step size $\rho$ of a rule.
 
     Args:
         overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1, and `"extend"` follows the curve beyond
@@ -81,15 +83,17 @@ class StepCurve:
     def position(
         self, inner: InnerProducts, drift_products: Sequence[float], rho: float
     ) -> tuple[float, list[float], float]:
-        r"""Return the position on the curve that a step selects for the rate $\rho$.
+        r"""Return the position on the curve for the step size $\rho$.
 
-        The result contains the parameter s of the position, the weights of the displacements $u_1, …, u_n$ in the point
-        at s, and the norm of this point.
+        The position is a linear combination $\sum_i w_i u_i$ of the corrected displacements $u_1, …, u_n$ of an update.
 
         Args:
             inner: the inner products of the displacements.
             drift_products: the inner products of the original displacements with the drift.
-            rho: the rate.
+            rho: the step size.
+
+        Returns:
+            The parameter $s$ of the position on the curve, the weights $w_i$, and the norm of the linear combination.
 
         Example:
             >>> StepCurve().position([[4.0]], [1.0], 0.25)
@@ -107,18 +111,20 @@ class StepCurve:
         return s, weights, math.sqrt(max(reduce(add, map(mul, images, weights)), 0.0))
 
     def position_on_line(self, rho: float) -> float:
-        r"""Return the position that a step selects for the rate $\rho$ if the curve is a straight line.
+        r"""Return the parameter of the position for the step size $\rho$ on a straight line.
 
-        The parameter of this position equals the rate. If `overshoot` is `"clamp"`, it is at most 1.
+        The result is $\min(\rho, 1)$ if `overshoot` is `"clamp"`, and $\rho$ otherwise.
         """
         return min(rho, 1.0) if self.overshoot == "clamp" else rho
 
     def effective_rate(self, rho: float, drift_products: Sequence[float]) -> float:
-        r"""Return the rate that remains after the options `overshoot` and `pull_back` have limited it.
+        """Return the step size after the options `overshoot` and `pull_back` have limited it.
 
-        If `overshoot` is `"clamp"`, the method limits the rate $\rho \ge 0$ to 1. It then multiplies the rate by the
-        result of `conflict_free_fraction`. The argument `drift_products` contains the inner products of the
-        displacements with the drift.
+        - If `overshoot` is `"clamp"`, the step size is at most 1.
+        - If `pull_back` is `"conflict_free_prefix"`, the step size is then multiplied by the result of
+          `conflict_free_fraction`.
+
+        The argument `drift_products` contains the inner products of the client's original displacements with the drift.
         """
         return self.position_on_line(rho) * self.conflict_free_fraction(drift_products)
 
@@ -136,13 +142,14 @@ class StepCurve:
         )
 
     def conflict_free_fraction(self, drift_products: Sequence[float]) -> float:
-        """Return the fraction of the curve before the first segment that conflicts with the drift of the server model.
+        """Return the fraction of the curve before its first conflict with the drift of the server model.
 
-        The segment between two consecutive displacements $u_{k-1}$ and $u_k$ conflicts if the inner product of
-        $u_k - u_{k-1}$ and the drift is negative. The fraction always includes the first segment, so every client
-        contributes to the model.
+        A curve with n points has n segments. Let $v_k$ be the displacement of the client's k-th point before the
+        correction for the drift, and $v_0 = 0$. Segment k conflicts if the inner product of $v_k - v_{k-1}$ and the
+        drift is negative. The fraction always includes the first segment, so that every client contributes to the
+        model. With `curve_weight` below 1, the points are first moved as in `straighten`.
 
-        Only the pull-back `"conflict_free_prefix"` uses this fraction. With any other pull-back, the result is 1.
+        If the option `pull_back` is not `"conflict_free_prefix"`, the result is 1.
         """
         if self.pull_back != "conflict_free_prefix":
             return 1.0
@@ -153,10 +160,11 @@ class StepCurve:
         return 1.0
 
     def straighten(self, tangents: Tensor) -> Tensor:
-        """Move the points of the curve towards its chord, and return the new points as tangent vectors (n, ...).
+        r"""Move the points of the curve towards the straight line from its start to its end.
 
-        At each parameter, the new curve is `curve_weight` times the original curve plus 1 - `curve_weight` times the
-        straight line to its end. If `curve_weight` is 0, the result contains only the end.
+        For the points $u_1, \dots, u_n$ and the weight $\kappa$ (`curve_weight`), the new points are
+        $\kappa u_i + (1 - \kappa) \tfrac{i}{n} u_n$. If $\kappa = 0$, the result contains only $u_n$. All points are
+        tangent vectors, with the shape (n, ...).
         """
         if self.curve_weight == 0:
             return tangents[-1:]
@@ -199,9 +207,10 @@ def _polygon_weights(n: int, s: float) -> list[float]:
 
 
 def _polygon_parameter_at_distance(inner: InnerProducts, rho: float) -> float:
-    r"""Return the smallest parameter s at which a polygon reaches a fraction of the distance to its end.
+    r"""Return the parameter at which a path of line segments first reaches a given distance from its start.
 
-    The fraction is $\rho \le 1$. All distances are straight-line distances from the start of the polygon.
+    The given distance is the fraction $\rho \le 1$ of the distance between the start and the end of the path. All
+    distances are straight-line distances.
 
     Example:
         >>> _polygon_parameter_at_distance([[1.0, 0.0], [0.0, 1.0]], 0.5)

@@ -24,13 +24,13 @@ __all__ = ["CoordinateWiseRule", "StoredBufferRule", "oddeven_sort"]
 class StoredBufferRule(TangentRule):
     r"""Base class for rules that store K displacements and then compute one step from all of them.
 
-    The displacement $\Delta_i$ of an update is the difference between the model that client i returned and the model
-    from which it started. If the client started at version $t_i$ and the update arrives at version $\tau$, its weight
-    is $s(\tau - t_i)$. Sample counts do not affect the weight.
-
-    On a curved space, the rule transports $\Delta_i$ to the current model, which does not change while the buffer
-    fills. The rule rejects $\Delta_i$ if it is so long that the square of a sum of K such displacements would overflow
-    in the dtype of the model.
+    - The displacement $\Delta_i$ of an update is the difference between the model that client i returned and the model
+      from which it started. On a curved space, the rule transports $\Delta_i$ to the current model, which does not
+      change while the buffer fills.
+    - If client i started at version $t_i$ and the update arrives at version $\tau$, its weight is $s(\tau - t_i)$ with
+      the option `staleness` as the function $s$. Sample counts do not affect the weight.
+    - The rule rejects $\Delta_i$ if it is extremely long: the squared norm of a sum of K such displacements would
+      overflow in the dtype of the model.
     """
 
     cohort: ClassVar[int] = 1
@@ -70,10 +70,10 @@ class StoredBufferRule(TangentRule):
         """
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return an upper bound for the contribution of each buffered update to the next step.
+        """Return the scaled displacement of each buffered update, which is the most that it can add to the next step.
 
-        The server checks that the model remains finite after each of these contributions. The result contains one list
-        for each update, with a single pair of a factor and a displacement.
+        The server checks that the model remains finite after adding any one of them. The result contains
+        `[(factor, vector)]` for each update, which stands for `factor * vector`.
         """
         rate = rate_at(self.rate, state["version"])
         return [[(rate * state["factors"][name], row)] for name, row in state["displacements"].items()]
@@ -126,11 +126,11 @@ class StoredBufferRule(TangentRule):
 
 
 class CoordinateWiseRule(StoredBufferRule):
-    """Base class for rules that compute a trimmed mean of the buffered displacements in each entry of the model.
+    """Base class for rules that compute a trimmed mean of the buffered displacements for each coordinate.
 
-    For each entry, the rule sorts the values of the K displacements, discards the `num_trimmed` smallest and the
-    `num_trimmed` largest values, and averages the others. It processes the vectors in chunks, so its working memory is
-    only K + 1 chunks.
+    For each coordinate, the rule sorts the values of the K displacements, discards the `num_trimmed` smallest and the
+    `num_trimmed` largest values, and averages the others. It processes the displacements in chunks, so its working
+    memory is only K + 1 chunks.
     """
 
     self_checked: ClassVar[tuple[str, ...]] = ("points",)

@@ -9,8 +9,11 @@ __all__ = ["WrapperRule"]
 class WrapperRule(KeywordHints):
     """Base class for rules that wrap another rule.
 
-    A wrapper needs as many updates for a step as the wrapped rule. It uses the drift and accepts lists of tensors if
-    the wrapped rule does.
+    A wrapper inherits three properties from the wrapped rule:
+
+    - The number of updates for one step.
+    - Whether the rule uses the drift of the server model since the client started.
+    - Whether the rule accepts models as lists of tensors.
     """
 
     rule: Rule

@@ -86,7 +86,7 @@ class ACE(LatestUpdateRule):
         return super().init(space, start) | {"cached": 0}
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the next step if its client returns the same displacement as in the client's latest update.
+        """Return the step that results if the next client repeats its latest displacement.
 
         The server checks that the model remains finite after this step.
         """

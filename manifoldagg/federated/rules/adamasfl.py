@@ -135,10 +135,11 @@ class AdaMasFL(ControlVariateRule):
     def _displacement_rows(
         self, pending: dict[str, Any], update: Update
     ) -> tuple[list[Tensor], list[Tensor | None], float]:
-        """Return the total displacement of the buffer as differences of vectors, and the norm of the last displacement.
+        """Return the sum of the displacements in the buffer as a linear combination of vectors.
 
-        The result contains two lists of vectors. The total displacement is the sum of the first list minus the sum of
-        the second list, in which `None` stands for zero.
+        Returns:
+            Two lists of vectors, and the norm of the last displacement. The sum of the displacements is the sum of the
+            first list minus the sum of the second list. In the second list, `None` stands for a zero vector.
 
         Raises:
             ArgumentError: if the last displacement is longer than K steps.

@@ -159,9 +159,10 @@ class AsyncBezier(ScheduledRule):
 
     @property
     def accepts_tensor_lists(self) -> bool:  # type: ignore[override]  # depends on an option
-        """Whether the rule accepts each point as a list of tensors in place of a vector.
+        """Whether the rule accepts models as lists of tensors in place of vectors.
 
-        An embedding other than a Bézier curve, a tunnel or a simplex can be evaluated only with vectors.
+        This is the case if the option `embedding` is `None`, a Bézier curve, a tunnel or a simplex. Any other embedding
+        can be evaluated only with vectors.
         """
         return self._curve_embedding is None
 
@@ -260,17 +261,16 @@ def _client_progress(update: Update) -> float:
 
 
 def _clipped(progress: float, mean: float) -> float:
-    """Limit the progress of a client to the range from 1 / `MAX_PROGRESS_RATIO` to `MAX_PROGRESS_RATIO` times the mean.
-
-    The limit bounds the influence of a wrong value on later updates.
-    """
+    """Clip a client's progress to within a factor `MAX_PROGRESS_RATIO` of the mean."""
+    # The limit bounds the influence of a wrong value on later updates.
     return min(max(progress, mean / MAX_PROGRESS_RATIO), mean * MAX_PROGRESS_RATIO)
 
 
 def _auto_curve_weight(state: State) -> float:
-    """Return the automatic curve weight, which is one minus the mean cosine between displacements and drifts.
+    """Return the weight of the client's curve for `curve_weight="auto"`.
 
-    The mean covers the previous updates. The result is clipped to [0, 1], and it is 0 before the first drift.
+    The weight is 1 minus the mean cosine between a client's displacement and the drift of the server model, clipped to
+    [0, 1]. The mean is over earlier updates. Before the first drift, the weight is 0.
     """
     lengths = state.get("lengths", 0.0)
     return min(max(1 - state["product"] / lengths, 0.0), 1.0) if lengths > 0 else 0.0

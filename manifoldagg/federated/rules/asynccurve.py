@@ -1,6 +1,7 @@
-"""AsyncCurve: a step along a client's quadratic curve after a correction for the drift of the server model.
+"""AsyncCurve: a server step along a quadratic Bézier curve that a client has trained.
 
-The correction applies to the end of the curve, and the control point of the curve is adapted to the new end.
+The rule corrects the end of the curve for the drift of the server model. By default, the middle control point then
+rotates together with the line from the start to the end.
 """
 
 from dataclasses import dataclass, field, replace
@@ -195,10 +196,10 @@ class AsyncCurve(ServerRule):
         return self.periodic is not None and place > 0 and place % self.periodic == 0
 
     def _update_average(self, state: State, version: int, model: Tensor) -> dict[str, Any]:
-        """Add the model of a new version to the periodic average, and return the entries of the average in the state.
+        """Add a version of the model to the periodic average, and return the average for the rule's state.
 
-        If the average replaces the model at this version, the method writes the average to `model` and starts a new
-        average.
+        At the end of a period, the method overwrites `model` with the average and returns an empty dict, so that a new
+        average starts.
         """
         if self.periodic is None:
             return {}
@@ -229,13 +230,14 @@ def _move_control(mode: str, control: Tensor, base: Tensor, theirs: Tensor, curr
 
 
 def _step_coefficients(corrected: Corrected, s: float, mode: str) -> tuple[Matrix | None, float | None]:
-    """Return the coefficients of the new model as a linear combination of vectors, and the norm of the step.
+    """Return the new model as coefficients of a linear combination, and the norm of the step.
 
-    The vectors are the k vectors of the corrected frame, followed by the difference between the control point and the
-    client's start model. The coefficients have the shape (k + 1,), or (S, k + 1) for S named tensors.
+    The combination has k + 1 vectors: the k vectors of `corrected.frame`, and the difference between the control point
+    and the client's start model.
 
-    If cancellation makes the inner products too inaccurate for one of the two results, this result is `None`. The
-    caller then computes it from the vectors themselves.
+    Returns:
+        The coefficients (k + 1,), or (S, k + 1) for S named tensors, and the norm. If cancellation makes one of the two
+        results inaccurate, this result is `None`. The caller then computes it from the vectors themselves.
     """
     left = corrected.gram.transform(corrected.coefficients).sum(0)
     if corrected.auxiliary is None or lost_to_cancellation(left, corrected.gram.matrix):

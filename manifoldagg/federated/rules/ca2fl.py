@@ -112,7 +112,7 @@ class CA2FL(LatestUpdateRule):
                 )
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the next step if all further updates repeat the cached displacement of their client.
+        """Return the step that results if each further update equals the previous update of its client.
 
         The server checks that the model remains finite after this step.
         """

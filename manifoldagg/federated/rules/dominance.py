@@ -13,13 +13,14 @@ __all__ = ["Dominance"]
 
 @dataclass(frozen=True)
 class Dominance:
-    r"""Penalty that reduces the learning rate for clients that return updates more often than others.
+    r"""Penalty that reduces the learning rate of clients that return updates more often than others.
 
-    With N clients, the fair share of a client is 1 / N of all updates. If client i returns the fraction $p_i$ of all
-    updates, the penalty replaces the learning rate $\eta$ by $\min(1, \eta / (N p_i))$.
+    The penalty replaces the learning rate $\eta$ for an update of client i by $\min(1, \eta / (N p_i))$. Here, N is the
+    number of clients, and $p_i$ is the fraction of all updates that come from client i. If all clients return equally
+    many updates, $N p_i = 1$. The penalty also increases the learning rate of clients that return fewer updates.
 
-    The fraction $p_i$ is computed from the number $c_i$ of updates of client i and the number $k$ of updates of all
-    clients. Both numbers include the current update. The client state stores $c_i$.
+    Let $c_i$ be the number of updates of client i, and $k$ the number of updates of all clients, both including the
+    current update. The option `smoothed` selects the formula for $p_i$. The client state stores $c_i$.
 
     Args:
         clients: the number N of clients.
@@ -45,10 +46,10 @@ class Dominance:
         check_count("clients", self.clients)
 
     def scaled_rate(self, rate: float, client_updates: int, total_updates: int) -> float:
-        r"""Return the learning rate of a client after the penalty, $\min(1, \eta / (N p_i))$.
+        r"""Return the learning rate for an update of a client, $\min(1, \eta / (N p_i))$.
 
-        Here, $\eta$ is `rate`, N is the number of clients, and $p_i$ is the client's fraction of all updates. The
-        method computes $p_i$ from the counts `client_updates` and `total_updates`.
+        Here, $\eta$ is `rate` and N is the number of clients. The fraction $p_i$ of all updates that come from this
+        client follows from the counts `client_updates` and `total_updates`.
         """
         part = (
             (client_updates + 1) / (total_updates + self.clients) if self.smoothed else client_updates / total_updates

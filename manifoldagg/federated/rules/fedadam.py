@@ -112,8 +112,9 @@ def update_moments(
 ) -> None:
     r"""Update the first and second moment of Adam with a displacement, and write both to `out`.
 
-    For the displacement $\Delta$, the first moment $m$ becomes $\beta_1 m + (1 - \beta_1)\, \Delta$, and the second
-    moment $v$ becomes $\beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta$. The argument `square` is $v$.
+    The first moment $m$ (`m`) becomes $\beta_1 m + (1 - \beta_1)\, \Delta$. The second moment $v$ (`square`) becomes
+    $\beta_2 v + (1 - \beta_2)\, \Delta \odot \Delta$. Here, $\Delta$ is the displacement (`delta`), and `betas` is
+    $(\beta_1, \beta_2)$.
 
     Example:
         >>> out = torch.empty(2, 1)

@@ -162,10 +162,14 @@ class FLOCO(ServerRule):
         return after, Outcome(model, memory, numbers | {"buffered": 0.0, "step": 1.0, "norm": norm})
 
     def _project_client(self, state: State, update: Update) -> tuple[list[Tensor], ClientState]:
-        """Return the displacements of the client centroids in the cohort so far, and the next state of the client.
+        """Process the mean of a client's trained vertices, from which the client's region of the simplex is computed.
 
-        The centroid of a client is the mean of its vertices. If the principal axes are known, the client state also
-        contains the centre of the client's region.
+        - At the version `personalize_from`, the method collects the displacement of this mean from the server's model.
+        - At a later version, it projects the displacement onto the simplex, unless the client already has a centre. The
+          client state stores the result as the centre of the client's region.
+
+        Returns:
+            The displacements that are collected so far, and the next state of the client.
         """
         memory = update.client_state
         now = state["version"] == self.personalize_from
@@ -200,13 +204,13 @@ def project_to_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Fl
 
 
 def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tensor, Float64[Tensor, "m n"]]:
-    """Compute the principal axes of m vectors without centring them, and the coordinates of the vectors on these axes.
+    """Compute the principal axes of m vectors, and the coordinates of the vectors on these axes.
 
-    The function computes the axes from the m × m Gram matrix of the vectors, which is small even if the vectors are
-    long. If the rank of the vectors is smaller than `count`, the remaining axes are 0.
-
-    Each axis is a linear combination of the vectors. The function chooses the sign of the axis for which the
-    coefficient of largest magnitude is positive, so the result is unique.
+    - The function does not subtract the mean of the vectors.
+    - It uses the m × m Gram matrix of the vectors, which is small even if the vectors are long.
+    - If the rank of the vectors is smaller than `count`, the remaining axes are 0.
+    - Each axis is a linear combination of the vectors. The sign of the axis is chosen so that the coefficient with the
+      largest magnitude is positive.
 
     Args:
         signals: the m vectors.
@@ -235,11 +239,11 @@ def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tens
 
 
 def min_energy_scale(coordinates: Float64[Tensor, "m n"]) -> float:
-    r"""Choose the scale for which the projections of scaled points onto the simplex are most evenly spread.
+    r"""Choose the scale that spreads projected points as far apart as possible on the simplex.
 
-    For the scale $z$, let $y_i$ be the projections of the points `coordinates` / $z$. They are evenly spread if their
-    energy $\sum_{i < j} \|y_i - y_j\|^{-2}$ is low. The function compares `NUM_SCALES` equidistant scales up to the
-    largest norm of the coordinates.
+    For a scale $z$, let $y_i$ be the projections of the points `coordinates` / $z$ onto the simplex. The function
+    returns the scale with the lowest Riesz energy $\sum_{i < j} \|y_i - y_j\|^{-2}$, which is high if points are close
+    together. It compares `NUM_SCALES` equidistant scales up to the largest norm of the coordinates.
 
     If all points are equal, the result is the smallest of these scales. If all coordinates are 0, the result is 1.
     """

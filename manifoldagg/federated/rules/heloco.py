@@ -98,9 +98,9 @@ class HeLoCo(ServerRule):
             check_number(name, getattr(self, name), at_least=0)
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the total movement of the model under the assumption that every later displacement is zero.
+        """Return the vector by which the model still moves if all future displacements are zero.
 
-        This movement comes from the momentum. The server checks that the model remains finite after this movement.
+        This movement comes from the momentum. The server checks that the model remains finite after it.
         """
         if "momentum" not in state:
             return []

@@ -88,10 +88,10 @@ class ControlVariateRule(ServerRule):
     def apply_step(
         self, state: State, update: Update, g: Tensor, out: Tensor | None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the new model and the metrics of a step along the momentum.
+        """Return the new model and the metrics of a step along the momentum `g`.
 
-        The rule calls this method when the buffer is full. It also calls the method before it buffers an update, if
-        bounds on the norms do not prove that the step remains finite.
+        The rule calls this method when the buffer is full. It may also call it earlier, to check that the step for the
+        updates so far would be finite. It then discards the result.
         """
 
     @abc.abstractmethod
@@ -189,10 +189,12 @@ class ControlVariateRule(ServerRule):
     def _next_momentum_and_mean(
         self, state: State, rows: list[Tensor], minus: list[Tensor | None], num_clients: int, check: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the momentum $g$ and the mean $c$ of the control variates after a step.
+        r"""Return the momentum $g$ and the mean control variate $c$ after a step.
 
-        The step applies the changes of control variates in the buffer. Their sum is the sum of `rows` minus the sum of
-        `minus`.
+        Let D be the change of the control variates: the sum of `rows` minus the sum of `minus`, where `None` stands for
+        zero. With the momentum coefficient $\beta$ and the buffer size S, $g$ becomes
+        $\beta (D / S + c) + (1 - \beta)\, g$. The mean $c$ over $N$ clients becomes $(N c + D) / N'$, where $N'$ is the
+        new number of clients, `num_clients`.
         """
         beta = self.momentum
         count = len(rows)
@@ -307,14 +309,19 @@ class MasFL(ControlVariateRule):
     def theory(S: int, K: int, T: int, L: float, max_delay: float) -> MasFLRates:
         r"""Compute the rates for which Theorem 1 of the MasFL paper guarantees convergence.
 
-        The arguments determine the momentum $\beta$, the server rate $\gamma$ and the largest local rate $\eta$:
+        The result contains the momentum coefficient $\beta$, the server rate $\gamma$ and the largest local rate
+        $\eta$:
 
         $$\beta = \sqrt{\frac{SK}{T}}, \qquad \gamma = \frac{1}{4L} \sqrt{\frac{SK}{T}}, \qquad
           \eta \le \frac{\sqrt{T - \sqrt{SKT} - 4 S K \tau_{\max}^2}}{4 \sqrt5\, e\, K L \sqrt T}.$$
 
+        Here, S is the number of distinct clients per step, K is the number of local steps, and T is the number of
+        server steps. L is the smoothness constant of the losses, $\tau_{\max}$ is the largest staleness, and $e$ is
+        Euler's number.
+
         The bound on $\eta$ follows from the condition $1 - 4a - \sqrt{SK/T} \ge 0$ of the theorem, with
-        $a = \tau_{\max}^2 \beta^2 + 20 e^2 \eta^2 K^2 L^2$. The theorem also requires a "sufficiently large" number T
-        of server steps. It does not state a number, so this method cannot check the requirement.
+        $a = \tau_{\max}^2 \beta^2 + 20 e^2 \eta^2 K^2 L^2$. The theorem also requires a "sufficiently large" T. It does
+        not state a number, so this method cannot check the requirement.
 
         Args:
             S: the number of distinct clients per step.

@@ -102,10 +102,10 @@ class Momentum(WrapperRule):
         return bool(getattr(self.rule, "is_private", False))
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the total movement of the model under the assumption that every later displacement is zero.
+        """Return the vector by which the model still moves if all future displacements are zero.
 
-        This movement comes from the velocity and from the displacements that the wrapped rule carries to its next step.
-        The server checks that the model remains finite after this movement.
+        This movement comes from the velocity, and from displacements that the wrapped rule has stored for its next
+        step. The server checks that the model remains finite after it.
         """
         inner = getattr(self.rule, "carried_displacements", None)
         terms = [] if inner is None else inner(state["rule"])
@@ -117,10 +117,10 @@ class Momentum(WrapperRule):
 
     @property
     def self_checked(self) -> tuple[str, ...]:
-        """The inputs whose finiteness the wrapped rule checks itself, if the wrapped rule is private.
+        """The names of the inputs that the wrapped rule checks for NaN and infinity in place of the server.
 
-        A private rule checks its inputs itself, because a rejection by the server would reveal private data. For any
-        other rule, the server checks all inputs.
+        The tuple is empty unless the wrapped rule is differentially private. If the server checked the inputs of a
+        private rule, the rejection of an update would reveal private data.
         """
         return tuple(getattr(self.rule, "self_checked", ())) if self.is_private else ()
 
@@ -236,14 +236,15 @@ class Momentum(WrapperRule):
 
 
 def check_log(space: Manifold, x: Tensor, log: Tensor, step_norm: float, tolerance: float) -> None:
-    """Check that the logarithm of a step on a curved space is at least as long as the step.
+    """Check that a step on a curved space follows the shortest path between the models before and after it.
 
-    The logarithm is the tangent vector from the model before the step to the model after it. If a step leaves the
-    injectivity radius, the logarithm belongs to a shorter geodesic, and a velocity that is computed from it would be
-    wrong.
+    The wrapper computes its velocity from the logarithm of the step, which is the initial tangent vector of the
+    shortest path. A step that is longer than the injectivity radius may follow another path. The logarithm is then
+    shorter than the step, and the velocity would be wrong.
 
     Raises:
-        ArgumentError: if the logarithm is not finite or is shorter than the step.
+        ArgumentError: if the logarithm is not finite, or if the step is longer than the injectivity radius and the
+            logarithm is shorter than the step.
     """
     shortest = float(norm(space, x, check_finite("points: log of the rule's step", log)))
     radius = float(space._injectivity_radius(x)) if "injectivity_radius" in space.capabilities else math.inf

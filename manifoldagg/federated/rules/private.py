@@ -115,7 +115,7 @@ class Private(WrapperRule):
 
     @property
     def self_checked(self) -> tuple[str, ...]:
-        """The inputs whose finiteness the rule checks itself.
+        """The names of the inputs that the rule checks for NaN and infinity in place of the server.
 
         If the server checked these inputs, the rejection of an update would reveal private data.
         """
@@ -147,9 +147,9 @@ class Private(WrapperRule):
     def plan(
         self, space: Manifold, state: State, update: Update, *, out: Tensor | None = None
     ) -> tuple[State, Outcome]:
-        """Plan a step of the wrapped rule with clipped displacements and added noise.
+        """Prepare a step of the wrapped rule with clipped displacements and added noise.
 
-        A wrapped rule that computes whole vectors may write the new model to `out`.
+        Wrapped rules such as `FedAdam` compute the new model immediately, and may write it to `out`.
         """
         if update.is_pseudo_gradient:
             raise ArgumentError("rule: Private requires client identities, which an outer optimizer does not have")
@@ -179,11 +179,8 @@ class Private(WrapperRule):
 
 
 def _zero_update(update: Update) -> Update:
-    """Return a copy of an update in which the displacement is zero.
-
-    Both the base and the point of the copy are the current server model, so the copy does not contain the client's
-    model.
-    """
+    """Return a copy of an update with the server's current model in place of the client's."""
     current: Any = update.current
     points = (current,) if isinstance(update.points, tuple) else current[None]
+    # The base is also the current model, so the displacement is zero.
     return replace(update, base=current, points=points)

@@ -67,10 +67,13 @@ class RadialDirectional(FedAvg):
     not_private_because: ClassVar[str] = "it divides each tensor of an update by its length"
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return an upper bound for the next step of the buffered updates.
+        """Return an estimate of the next step from the updates in the buffer.
 
-        The bound is the product of the mean direction of these updates, the largest mean norm of a tensor and the
-        learning rate. The server checks that the model remains finite after a step of this size.
+        The server checks that the model remains finite after this step. The estimate is the product of three factors:
+
+        - The learning rate.
+        - The mean displacement, where each tensor of each displacement is first scaled to norm 1.
+        - The largest mean norm of a tensor, where the mean is over the updates.
         """
         total = state["total"]
         if "buffer" not in state or not total > 0:
