@@ -139,10 +139,7 @@ class AsyncCurve(BaseTrainer):
 
     @torch.no_grad()
     def _add_proximal_gradient(self, end: Tensor, base: Tensor) -> None:
-        """Add the gradient of the proximal term to the gradient of the loss at the end of the curve.
-
-        The optimizer of the end calls this method before each of its steps.
-        """
+        """Add the gradient of the proximal term at the local model `end` to `end.grad`."""
         if end.grad is None:
             return
         if isinstance(self.proximal, ProximalTerm):

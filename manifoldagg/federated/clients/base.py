@@ -1,4 +1,9 @@
-"""Base class of client trainers, inputs of a training task, and a function that counts training samples."""
+"""Base class of client trainers.
+
+- `BaseTrainer` is the base class of all trainers.
+- `TrainingTask` contains the inputs of one training task.
+- `count_samples` counts the samples in the batches of a client.
+"""
 
 import abc
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -58,9 +63,9 @@ class TrainingTask:
     def buffers(self, at: Tensor | None = None) -> dict[str, Tensor]:
         """Return the model buffers that the server requests, such as running means.
 
-        The loss function updates its buffers whenever the training evaluates it. Call this method after the training,
-        so that the buffers include all evaluations. If the training did not evaluate the loss at the returned model,
-        pass this model as `at`.
+        Each evaluation of the loss during training updates the buffers. Call this method after the training, so that
+        the buffers include all evaluations. If the training has not evaluated the loss at the model that the client
+        returns, pass this model as `at`.
 
         Args:
             at: a point (P,). If it is given, the statistics of BatchNorm layers in training mode are recomputed at this

@@ -29,11 +29,13 @@ def train_client(
 ) -> Payload:
     """Train a PyTorch module for one task of a client, and return the payload for the server.
 
-    Call this function on the client with the message of a ticket, for example in a custom training loop. The Flower
-    integration also calls it.
+    Call this function on the client, for example in a custom training loop. The server's message for the task is
+    `ticket.message`, where the ticket is the result of `Server.dispatch`. The Flower integration also calls this
+    function.
 
-    The module determines the architecture and the mode (training or evaluation). The values of the parameters and
-    buffers come from the message, except for personal tensors. The function does not modify the tensors of the module.
+    The module determines only the architecture and the mode (training or evaluation). Its tensors are not modified. The
+    training starts from the parameters and buffers in the message. The exceptions are personal tensors, which the
+    client does not send to the server. They come from `client_state`, or from the module in the client's first task.
 
     Args:
         model: a module with the same parameters as the server's model.

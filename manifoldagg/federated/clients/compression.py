@@ -250,12 +250,14 @@ class ErrorFeedback:
         return tensors
 
     def encode_payload(self, payload: Payload, start: Tensor) -> Payload:
-        """Return a copy of a payload in which encoded updates replace the points.
+        """Return a copy of a payload that contains compressed updates instead of models.
 
-        An update is the difference between a point and the start model. To decode the payload, pass the codec to the
-        server: `Server.receive(ticket, payload, codec=codec)`.
+        A trainer returns one or more models in `payload.points`. The method encodes the difference between each model
+        and the start model. To decode the payload, pass the codec to the server:
+        `Server.receive(ticket, payload, codec=codec)`.
 
-        Serialize the encoded payload without the argument `spec`, because it does not contain named parameters.
+        The function [`pack`][manifoldagg.wire.pack] serializes the encoded payload. Do not pass its argument `spec`,
+        which names the parameters of a model, because the encoded payload contains no models.
 
         Args:
             payload: the payload of a trainer.

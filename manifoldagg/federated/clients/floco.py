@@ -54,15 +54,16 @@ class Region(Simplex):
 
 @dataclass(frozen=True)
 class FLOCO(BaseTrainer):
-    r"""Trainer that learns the vertices of a simplex of models from the client's region of the simplex.
+    r"""Trainer that learns a simplex of models in one region, which belongs to the client.
 
-    A point $x$ of the simplex represents the model $\sum_j x_j \Phi_j$ with the vertices $\Phi_j$. The trainer
-    minimises the mean loss $\mathbb{E}_x\, \ell(\sum_j x_j \Phi_j)$ over the vertices, where $x$ is a random point of
-    the region.
+    Each vertex $\Phi_j$ of the simplex is a model. A point with the coordinates $x_j \ge 0$, $\sum_j x_j = 1$ is the
+    model $\sum_j x_j \Phi_j$. The trainer minimises the mean loss $\mathbb{E}_x\, \ell(\sum_j x_j \Phi_j)$ over the
+    vertices, where $x$ is a random point of the region.
 
-    The rule [`FLOCO`][manifoldagg.federated.rules.FLOCO] sends the vertices, and the centre and the radius of the
-    region. If it sends no centre, the region is the whole simplex. The payload contains the trained vertices. The
-    client's own model is the model at the centre, `Simplex(space, n)(vertices, centre)`.
+    - The rule [`FLOCO`][manifoldagg.federated.rules.FLOCO] sends the vertices, and the centre and the radius of the
+      region. If it sends no centre, the region is the whole simplex.
+    - The trainer returns the trained vertices in its payload.
+    - The client's own model is the model at the centre, `Simplex(space, n)(vertices, centre)`.
 
     Args:
         epochs: the number of passes over the client's batches.

@@ -27,9 +27,10 @@ class Local(BaseTrainer):
     loss, $\mu$ is the weight of the proximal term, and $d$ is the distance in the space. On a curved space, the
     optimizer takes Riemannian steps, so the models stay on the space.
 
-    For the proximal term of FedMRUR, pass [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal]. To train
-    a curve of models instead, use [`Curve`][manifoldagg.federated.clients.Curve], whose first phase is the same
-    training.
+    Related classes:
+
+    - [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal] is the proximal term of FedMRUR.
+    - [`Curve`][manifoldagg.federated.clients.Curve] trains a curve of models instead of a single model.
 
     Args:
         epochs: the number of passes over the client's batches.
@@ -112,10 +113,10 @@ class Proximal(Local):
 
 @dataclass(frozen=True)
 class Epochs(BaseTrainer):
-    """Trainer for rules that choose the number of local epochs of each task.
+    """Trainer that runs as many local epochs as the server requests for the task.
 
-    The trainer runs [`Local`][manifoldagg.federated.clients.Local] for the number of epochs in the server's message. An
-    example of such a rule is [`AsyncFedED`][manifoldagg.federated.rules.AsyncFedED].
+    It calls the trainer [`Local`][manifoldagg.federated.clients.Local]. Use it with a rule that sends the number of
+    epochs with each model, such as [`AsyncFedED`][manifoldagg.federated.rules.AsyncFedED].
 
     Args:
         local: the local training. Its own options `epochs` and `steps` are ignored.

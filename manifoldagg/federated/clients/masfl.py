@@ -138,9 +138,8 @@ def _rate_and_steps(message: Message) -> tuple[float, int]:
 def _control_variate_steps(task: TrainingTask, phases: Phases, advance: Callable[[Tensor, Tensor], bool]) -> Payload:
     r"""Run local training steps along the direction $\beta (\nabla F - c_i + c) + (1 - \beta) g$.
 
-    Here, $\nabla F$ is the gradient of the client's loss on a batch, $c_i$ is the control variate of the client, and
-    $c$ is the mean control variate. The momentum is $g$, and its coefficient is $\beta$. The function `advance`
-    determines the length of each step.
+    Here, $\nabla F$ is the gradient of the client's loss on a batch. The server determines the client's control variate
+    $c_i$, the mean control variate $c$, the momentum $g$ and the weight $\beta \in (0, 1]$ of the new gradient.
 
     Args:
         task: the task, with a message of a rule with control variates, on a flat space.

@@ -108,10 +108,7 @@ def _split_state(client_state: ClientState) -> tuple[Mapping[str, Tensor], Clien
 
 
 def _shared_columns(whole: ParameterSpace, space: ParameterSpace, points: Tensor) -> Tensor:
-    """Return the columns of `points` that belong to shared parameters, without those of personal parameters.
-
-    The result has the dtype of the space of the shared parameters.
-    """
+    """Return the columns of `points` that the client sends to the server, in `space.dtype`."""
     shared = {leaf.name for leaf in space.layout.leaves}
     pieces = zip(whole.layout.leaves, points.split(whole.layout.sizes, dim=1), strict=True)
     return torch.cat([piece for leaf, piece in pieces if leaf.name in shared], 1).to(space.dtype)

@@ -23,12 +23,14 @@ trainer in the field `local`, because the message determines the number of epoch
 
 @dataclass(frozen=True)
 class Scheduled(BaseTrainer):
-    r"""Trainer that scales the learning rate and the number of steps of another trainer during a run.
+    r"""Wrapper that changes the learning rate and the number of steps of a trainer during a run.
 
-    At version $\tau$ of the server model, the wrapper multiplies the learning rates of the other trainer by the factor
-    $r(\tau)$. It scales the number $K$ of steps by the factor $s(\tau)$, to $\max(1, \lceil s(\tau)\, K \rceil)$. A
-    trainer of curves has several phases. The wrapper scales the steps of each phase separately, and a phase without
-    steps remains empty.
+    The options `rate` and `steps` are factors. They can be functions of the version of the server model:
+
+    - The wrapper multiplies each learning rate of the trainer by `rate`.
+    - It changes a number $K \ge 1$ of steps to $\max(1, \lceil s K \rceil)$, where $s$ is the factor `steps`. If the
+      trainer has several phases, as for a curve of models, this applies to each phase. A phase without steps remains
+      empty.
 
     Decreasing schedules have two uses:
 
@@ -38,9 +40,9 @@ class Scheduled(BaseTrainer):
     Args:
         trainer: a dataclass with a field `rate`, and also a field `steps` if `steps` is not 1. A trainer that contains
             such a dataclass in a field `trainer` or `local` is also allowed. The field `local` supports only `rate`.
-        rate: the factor $r$: a number, or a function of the version such as
+        rate: the factor of the learning rates: a number, or a function of the version such as
             [`Cosine`][manifoldagg.federated.schedules.Cosine]. It must be positive at every version.
-        steps: the factor $s$: a number or a function of the version. A function may return 0.
+        steps: the factor of the number of steps: a number or a function of the version. A function may return 0.
 
     Raises:
         ArgumentError: if an option is out of range, or if the trainer lacks the field that an option multiplies.
@@ -81,10 +83,7 @@ class Scheduled(BaseTrainer):
         return payload
 
     def _trainer_for(self, message: Message, count_batches: Callable[[], int]) -> Any:
-        """Return a copy of the wrapped trainer whose options are scaled for a message.
-
-        The method calls `count_batches` only if the number of steps depends on the number of batches.
-        """
+        """Return a copy of the trainer with the learning rate and steps for `message.version`."""
         trainer: Any = self.trainer
         if (rate := self._factor("rate", message)) != 1:
             names = ("rate", "control_rate")
@@ -124,6 +123,7 @@ def _replace_owner(trainer: Any, owner: Any, replacement: Any) -> Any:
 
 def _scaled_phase_steps(share: float, trainer: Any, count_batches: Callable[[], int]) -> int | tuple[int, ...]:
     """Return the number of steps of a trainer, or of each of its phases, multiplied by a factor."""
+    # `count_batches` may iterate over the batches, so it is called only if the trainer counts epochs.
     whole, each = (trainer.epochs, count_batches()) if trainer.steps is None else (trainer.steps, 1)
     if isinstance(whole, tuple):
         return tuple(_scale_steps(share, each * amount) for amount in whole)

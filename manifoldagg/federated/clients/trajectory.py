@@ -94,13 +94,11 @@ class Trajectory(Local):
         return Payload(points, samples, numbers=numbers, buffers=self._buffers(task, end))
 
     def _fit_model(self, task: TrainingTask, path: PathFit | PathPoints) -> tuple[Tensor, int]:
-        """Train the local model, and return it together with the number of steps.
-
-        The optimizer state is released before the method returns. It therefore uses no memory while the curve is
-        computed.
-        """
+        """Train the local model, and return it together with the number of steps."""
         options = self._options()
         options["phases"] = replace(options["phases"], watch=path.observe)
+        # The optimizer state is released when this method returns, so it uses no memory while the caller computes the
+        # curve.
         learned = task.fit(Bezier(task.space, 1), **options)
         return learned.phi[-1], len(learned.losses)
 
