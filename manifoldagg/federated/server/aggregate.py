@@ -67,10 +67,15 @@ INFO_KEYWORDS = {
 
 @dataclass(frozen=True)
 class AggregateState:
-    """State for the next call of `aggregate`, which contains more than the state of the aggregation rule.
+    """State for the next call of `aggregate`, if this call needs more than the state of the aggregation rule.
 
-    `aggregate` returns this object if the rule stores a state for each client, or if updates with model buffers, such
-    as running means, wait for the next step of the rule. Otherwise, it returns the state of the rule itself.
+    `aggregate` returns this object in two cases:
+
+    - The rule stores a state for each client.
+    - The rule waits for further updates before it changes the model. Until then, this object stores the model buffers
+      of the updates, such as running means.
+
+    Otherwise, `aggregate` returns the state of the rule itself.
 
     Attributes:
         state: the state of the rule.
@@ -227,13 +232,12 @@ class _Inputs(NamedTuple):
     """Validated arguments of one call of `aggregate`.
 
     Attributes:
-        plan: the configuration of the aggregation step.
+        plan: the aggregation rule and its options, in the format of the function `step`.
         space: the space of the models.
-        given: the tensors of each model by name, as the caller passed them.
-        models: the tensors of each model after two conversions. The factors of each adapter are stacked into one
-            tensor, and the base model is added to differences.
-        points: the models in the format that the rule reads: the current model, the base model, and the control points
-            of the update.
+        given: the current model, the base model and the models of the update, as the caller passed them.
+        models: the same models in the layout of the space. The two factors of a LoRA adapter are stacked into one
+            tensor. If the update is a difference, the sum of the base model and the difference replaces it.
+        points: the same models in the format that the rule reads, which is a list of tensors or a vector.
         name: the name of the argument that contains the client's model, such as `update[1]` for a curve.
     """
 
@@ -435,7 +439,7 @@ def _step_inputs(inputs: _Inputs, info: UpdateInfo, kept: AggregateState) -> tup
 
 
 def _raise_explained(error: Exception, inputs: _Inputs, state: State) -> NoReturn:
-    """Raise the error of an aggregation step again, with a message that names the invalid argument of `aggregate`."""
+    """Re-raise an error of a step. The message names the invalid argument of `aggregate`."""
     plan, space, _, models, (here, _, *points), _ = inputs
     own = AggregateState.of(state).state
     # All models have been checked, so a row that does not match belongs to the state.

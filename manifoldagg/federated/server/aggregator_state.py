@@ -42,7 +42,8 @@ class AggregatorState(NamedTuple):
         state: the state that the last call of `aggregate` returned.
         weights: the participating clients and their weights.
         store: the current model, and each older version from which a task in flight started.
-        tasks: the start of each task in flight, by the client and the name of the task.
+        tasks: the tasks in flight. The key is the pair of the client and the name of the task. The value contains the
+            version of the model at the start of the task.
     """
 
     version: int

@@ -283,10 +283,10 @@ class AsyncAggregator:
 
     @property
     def in_flight(self) -> dict[TaskKey, int]:
-        """The staleness of each task in flight, which is the age of its start model in model versions.
+        """The staleness of each task in flight, in versions of the model.
 
-        Each key of the dictionary is a pair of a client and the name of its task. The name is `None` if `checkout`
-        received no name.
+        The staleness is the current version minus the version at the start of the task. Each key of the dictionary is a
+        pair of a client and the name of its task. The name is `None` if `checkout` received no name.
 
         Example:
             >>> import torch
@@ -451,7 +451,7 @@ class AsyncAggregator:
         return record
 
     def _start_model(self, now: "AggregatorState", client: Hashable) -> tuple[Any, bool]:
-        """Return the start model for a client, and whether the rule chose another model than the current one."""
+        """Return a client's start model, and whether the rule chose it over the current model."""
         model = as_tensors("model", now.model(now.version))
         point = self._point(model)
         held = AggregateState.of(now.state)

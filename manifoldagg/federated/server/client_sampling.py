@@ -265,15 +265,21 @@ class CohortSampler(ClientSampler):
 
 
 class RuleSampler(ClientSampler):
-    """Sampler for rules that choose the clients of each cohort themselves, with a method `draw`.
+    """Sampler for aggregation rules that select clients themselves, in a method `draw`.
 
-    At the start, the sampler draws `concurrency` clients, which receive one task each. Later, it calls `draw` when the
-    server has accepted `cohort` updates since the last draw, or when no task is in flight. The rule may choose a client
-    that is still training. If fewer than `cohort` clients are available, all of them receive a task.
+    At the start, `concurrency` random clients receive one task each. Later, the clients that `draw` returns receive one
+    task each. The sampler calls `draw` in two cases:
+
+    - The server has accepted another `cohort` updates.
+    - No task is in flight.
+
+    The rule may select a client that is still training. If fewer than `cohort` clients are available, the sampler does
+    not call `draw`, and all available clients receive a task.
 
     Args:
-        draw: the method `draw` of the rule. It receives the available clients and the generator, and returns a cohort.
-        cohort: the number of clients in a cohort.
+        draw: the method `draw` of the rule. It receives the available clients and the generator, and returns the
+            selected clients.
+        cohort: the number of clients that `draw` selects.
         concurrency: the number of clients of the first tasks, which the sampler draws uniformly. `None` means all
             available clients.
         generator: the random generator.
@@ -316,10 +322,11 @@ class RuleSampler(ClientSampler):
 
 
 class RoutedSampler(ClientSampler):
-    """Sampler for rules with a routing, which defines the probability that a client receives the next task.
+    """Sampler that draws each client with the probability that the aggregation rule specifies.
 
-    The sampler keeps `concurrency` tasks in flight, and may draw a client that is still training. If some clients are
-    unavailable, it draws from the available clients only, with renormalised probabilities.
+    These probabilities are the attribute `routing` of the rule. The sampler keeps `concurrency` tasks in flight, and
+    may draw a client that is still training. If some clients are unavailable, it renormalises the probabilities of the
+    available clients.
 
     Args:
         shares: the share of all tasks that each client receives.
@@ -420,9 +427,10 @@ def sampler_for(
 
 
 def rule_attribute(rule: Any, name: str) -> Any:
-    """Return an attribute of a rule. If the rule lacks the attribute, return that of the rule that it wraps.
+    """Return an attribute of an aggregation rule or of a rule that it wraps.
 
-    The result is `None` if none of these rules has the attribute.
+    A rule may wrap another rule, which may wrap a third rule, and so on. The function returns the attribute of the
+    outermost rule that has it, or `None` if no rule has it.
     """
     while rule is not None and not hasattr(rule, name):
         rule = getattr(rule, "rule", None)

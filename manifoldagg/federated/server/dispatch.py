@@ -1,4 +1,8 @@
-"""Dispatch of tasks. While the server applies an update, it can still issue tickets and messages to clients."""
+"""Dispatch of training tasks to clients, which is also possible while the server applies an update.
+
+Each task starts with a ticket. The ticket contains a message with the current model, and permits the client to return
+one update.
+"""
 
 import os
 from collections.abc import Hashable
@@ -83,12 +87,7 @@ class TicketIssuer:
         return base if is_finite(base) else None
 
     def _try_issue(self, client: Hashable, retain_base: bool, copies: bool) -> tuple[Ticket, StoredTree | None] | None:
-        """Try to issue a ticket for the current model. If the attempt fails, return `None`.
-
-        An attempt fails if the server has a journal and another thread has replaced and released the model in the
-        meantime. A checkpoint may then lack this model, so that a replay of the journal after this checkpoint could not
-        restore the ticket.
-        """
+        """Issue a ticket for the current model. If the caller must try again, return `None`."""
         core = self._core
         state = core.state.value
         state.check_capacity()
@@ -113,6 +112,8 @@ class TicketIssuer:
 
         def with_ticket(now: ServerState) -> tuple[ServerState, bool]:
             is_released = now.model_state.version != version and now.store.find(key) is None
+            # Another thread has replaced this model, and the store has released it. A checkpoint that was written since
+            # then lacks the model, so a replay of the journal after this checkpoint could not restore the ticket.
             if retain_base and is_released and self._durability.journal is not None:
                 return now, False
             return now.with_ticket(ticket_id, ticket, stored), True

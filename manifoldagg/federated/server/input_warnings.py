@@ -81,9 +81,9 @@ def warn_if_difference(
 ) -> None:
     """Warn if an update looks like a difference of two models instead of a model.
 
-    This is the case if every tensor of the update has a much smaller norm than the same tensor of the model from which
-    the client started. Call this function before the validation of buffers. A difference often contains negative
-    variances, and this function explains them better than the validation.
+    The function warns if every tensor of the update has a much smaller norm than the same tensor of the model from
+    which the client started. Call it before the validation of buffers. A difference often contains negative variances,
+    and the validation would reject them with a less helpful message.
 
     Args:
         name: the argument that contains the update, for the message.
@@ -123,7 +123,15 @@ def warn_if_difference(
 
 
 def warn_if_adapter_factors(name: str, model: Iterable[str], hint: str) -> None:
-    """Warn if a model contains LoRA factors, which the server averages separately without the option `adapters`."""
+    """Warn if a model contains LoRA factors, because the server would average the factors separately.
+
+    With the option `adapters`, the server averages the products of the factors instead.
+
+    Args:
+        name: the argument that contains the model, for the message.
+        model: the names of the model's tensors.
+        hint: how to set the option, for the message.
+    """
     found = find_first_factor(model)
     if found is not None:
         warn_caller(f"{name}: {found}: the factors of adapters would be averaged separately; {hint}")
@@ -159,10 +167,11 @@ def _has_negative(tensor: Any) -> bool:
 
 
 def _norm(tensor: Tensor, limit: int | None) -> float:
-    """Return the norm of up to `limit` entries of a tensor, or of all entries if `limit` is `None`.
+    """Return the norm of at most the first `limit` entries of a tensor. `None` means all entries.
 
     If the norm is not finite, return infinity.
     """
+    # `reshape` copies a tensor that is not contiguous. The sample of such a tensor is therefore from its first row.
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() or limit is None else tensor.detach()[:1].reshape(-1)
     looked = flat[:limit]
     if looked.dtype.itemsize == 1:

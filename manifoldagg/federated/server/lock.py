@@ -13,8 +13,8 @@ class OwnedLock:
     """Reentrant lock that reports whether the current thread owns it.
 
     Attributes:
-        lock: the lock to use in `with` statements. A `with` statement acquires this lock in one bytecode instruction of
-            the C implementation, so that an interrupt cannot leave it locked.
+        lock: the lock. Acquire it only in a `with` statement, so that an interrupt such as `KeyboardInterrupt` cannot
+            leave it locked.
 
     Example:
         >>> mine = OwnedLock()
@@ -26,6 +26,8 @@ class OwnedLock:
     """
 
     def __init__(self) -> None:
+        # `RLock` is implemented in C, so a `with` statement acquires it in one bytecode instruction. Python runs signal
+        # handlers only between two instructions.
         self.lock = threading.RLock()
         # No thread waits on the condition, so `notify` does nothing. It raises if this thread does not own the lock.
         self._owner_probe = threading.Condition(self.lock)
@@ -46,7 +48,8 @@ class PendingUpdate:
         ticket: the id of the ticket.
         thread: the id of the calling thread.
         position: the position in the queue of updates. `None` until the update is enqueued.
-        alive_lock: a lock that the call owns until it ends. An interrupt that ends the call also releases the lock.
+        alive_lock: a lock that the call holds until it returns or raises an exception. Other threads test this lock to
+            find out whether the call is still running.
     """
 
     __slots__ = ("alive_lock", "position", "thread", "ticket")

@@ -46,9 +46,9 @@ class InitialModel(KeywordHints):
 
 @dataclass(frozen=True)
 class ServerLimits(KeywordHints):
-    """Limits of a server: on updates, on tickets in flight, on queued updates and on stored records.
+    """Limits on the updates, the tickets in flight, the queued updates and the stored records of a server.
 
-    `None` disables a limit.
+    A limit that is `None` is disabled.
 
     Args:
         update: the limits that each update must satisfy.

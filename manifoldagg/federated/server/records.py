@@ -31,15 +31,15 @@ HistoryRow = dict[str, object]
 
 
 class PendingTicket(NamedTuple):
-    """Ticket that the server has issued to a client and that is still open.
+    """Open ticket, which permits a client to return one update.
 
     Attributes:
         client: the client that the ticket was issued to.
-        version: the version of the model at the dispatch.
-        base_key: the key under which the server stores the base, from which the client started. `None` if the server
-            does not store the base.
-        issued_at: the time of the dispatch, in seconds of the server's clock.
-        custom_start: whether the rule chose another start model than the base for the client.
+        version: the version of the server's model when the ticket was issued.
+        base_key: the key under which the server stores the model of this version, or its rounded copy. `None` if the
+            server does not store it.
+        issued_at: the time at which the ticket was issued, in seconds of the server's clock.
+        custom_start: whether the rule has chosen a different start model for the client.
     """
 
     client: Hashable
@@ -110,10 +110,10 @@ class PendingLog(NamedTuple):
 
     Attributes:
         name: the name of the journal. Each resumed server starts a journal with a new name.
-        chain: the checksum of the latest record. The checksum of each record also covers the checksum of the previous
-            record.
+        chain: the checksum of the latest record. It also covers all earlier records, because the input of each checksum
+            includes the previous checksum.
         records: the unwritten records, by log sequence number.
-        rejected: the number of rejected updates for each invalid field, at the time of the latest record.
+        rejected: the number of rejected updates up to the latest record, by the name of the invalid field.
     """
 
     name: str

@@ -463,7 +463,8 @@ class Server:
         rule: Rule,
         options: Mapping[str, Any],
     ) -> LoadedCheckpoint:
-        """Replay the journal records on a temporary server, and return the state of this server as a checkpoint."""
+        """Apply the journal records after a checkpoint, and return the result as a checkpoint."""
+        # A temporary server applies the records, because the replay uses another clock and other limits.
         spill = options.get("memory", MemoryPolicy()).spill
         replayed = {
             "averaging": options.get("averaging"),
@@ -500,10 +501,10 @@ class Server:
 
     @no_grad
     def dispatch_shared(self, client: Hashable) -> tuple[Ticket, StoredTree | None]:
-        """Dispatch the current model without copying it. In all other respects, the method works like `dispatch`.
+        """Start a task of a client like `dispatch`, but without copying the current model.
 
-        Use this method only if you serialise the message immediately, because the message shares memory with the
-        server.
+        The ticket contains a message that shares memory with the server. Use this method only if you convert the
+        message to bytes immediately.
 
         Returns:
             The ticket and the stored base. The message of the ticket shares memory with the server, so you must not
@@ -657,8 +658,8 @@ class Server:
 
         The server calls the callback before the method that caused the event returns. A slow callback therefore delays
         the methods of the server. If a callback raises an exception, the server logs it and continues.
-        [`EventDispatcher`][manifoldagg.federated.server.durability.subscriptions.EventDispatcher] describes the order
-        of events, concurrent calls and interrupts.
+        For the order of events, and for the effects of concurrent calls and interrupts, see
+        [`EventDispatcher`][manifoldagg.federated.server.durability.subscriptions.EventDispatcher].
 
         Args:
             callback: a function that accepts an [`Event`][manifoldagg.federated.server.events.Event]. It may call all
@@ -714,11 +715,11 @@ class Server:
         return check_parameter_space(self.space).spec()
 
     def capped_samples(self, client: Hashable, samples: int) -> int:
-        """Return the number of samples with which a client counts in a weighted mean over clients.
+        """Return the sample count that serves as the weight of a client in a mean over clients.
 
-        If the server's option `weights` is a mapping, the method returns the number in this mapping. Otherwise, it
-        returns the reported number `samples`, limited to `UpdateLimits.samples_factor` times the median of the other
-        clients' numbers.
+        If the server's option `weights` is a mapping, the method returns the client's count in this mapping. Otherwise,
+        it returns the reported count `samples`, capped at `UpdateLimits.samples_factor` times the median count of the
+        other clients.
         """
         weights = self._state.value.weights
         # `Weights` caps a count only if its kind is "observed", but this method also caps counts for uniform weights.

@@ -135,11 +135,14 @@ class ServerState(NamedTuple):
         return after.with_event(Dispatched, client=ticket.client, ticket=ticket_id, start_version=ticket.version)
 
     def admit(self, ticket_id: Any, client: Any) -> PendingTicket | Receipt:
-        """Return the ticket of an update if it is in flight. If the ticket is closed, return its receipt.
+        """Return the ticket of an update, or its receipt if the server has already answered the update.
 
         Args:
             ticket_id: the id of the ticket.
             client: the client that returns the update, or `ANY_CLIENT`.
+
+        Returns:
+            The ticket if it is open. If the ticket is closed, its receipt, which is the server's answer.
 
         Raises:
             StaleTicketError: if the version of the ticket is too old.
@@ -282,11 +285,8 @@ class ServerState(NamedTuple):
         )
 
     def _store_after(self, applied: AppliedUpdate) -> Store:
-        """Return the store after an update, with the new model and the new state of the client.
-
-        The store releases the previous model, and the base model from which the client started. It keeps a released
-        model only if other tickets need it.
-        """
+        """Return a new store of models and client states, which includes the results of an update."""
+        # The new store removes a released model only if no other ticket refers to it.
         released: list[StoreKey] = []
         retained: dict[StoreKey, StoredTree | None] = {}
         if applied.model is not None:
@@ -325,9 +325,10 @@ class ServerState(NamedTuple):
         return self._replace(pending_log=PendingLog(log.name, chain, changes, self.rejected))
 
     def log_truncated(self, lsn: int) -> "ServerState":
-        """Return the state without the pending journal records before the log sequence number `lsn`.
+        """Return the state after pending journal records were written to the file. It no longer contains them.
 
-        The journal writer calls this method after it has written these records to the file.
+        Args:
+            lsn: the log sequence number of the first record that is not yet in the file.
         """
         if self.pending_log is None:
             return self
@@ -337,10 +338,14 @@ class ServerState(NamedTuple):
         return self._replace(pending_log=self.pending_log._replace(records=changes))
 
     def without_ticket(self, ticket_id: str, receipt: Receipt | None = None) -> "ServerState":
-        """Return the state after a ticket in flight has ended, and release the base model of the ticket.
+        """Return the state without a ticket in flight.
 
-        If the ticket ends with a receipt, the state stores the receipt for repeated requests. A dropped ticket has no
-        receipt.
+        The new state also releases the stored model from which the client started, unless other tickets need it.
+
+        Args:
+            ticket_id: the id of the ticket.
+            receipt: the server's answer to the client, with which the new state answers repeated requests. `None` for a
+                dropped ticket.
         """
         ticket = self.tickets[ticket_id]
         closed = self.closed_tickets
@@ -370,14 +375,13 @@ class ServerState(NamedTuple):
     def with_rejection(
         self, ticket_id: Any, reason: str, received_at: float, *, is_final: bool = False, norms: Norms | None = None
     ) -> tuple["ServerState", Receipt]:
-        """Return the state after the rejection of an update, and the receipt of this rejection.
+        """Return the state after the rejection of an update, and the receipt for the client.
 
-        The state counts the rejections for each invalid field. The reason of a rejection starts with the name of this
-        field.
+        The new state counts the rejected updates for each invalid field, such as `"points"`.
 
         Args:
             ticket_id: the id of the ticket.
-            reason: the reason, which starts with the name of the invalid field.
+            reason: the reason for the rejection, which starts with the name of the invalid field.
             received_at: the time at which the update arrived, in seconds of the clock.
             is_final: whether to close the ticket. If the ticket is already closed, the method changes nothing and
                 returns the existing receipt.
@@ -438,7 +442,7 @@ class ServerState(NamedTuple):
         return None if found is None else found[1]
 
     def close(self) -> "ServerState":
-        """Return the state of the closed server, without tickets, client states and older versions of the model."""
+        """Return the state of the server after `Server.close`. It has no tickets, client states or older models."""
         current = self.store.entries[self.current_key][0]
         state = self._replace(
             store=Store().retain(self.current_key, current),

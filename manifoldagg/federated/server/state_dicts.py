@@ -115,10 +115,20 @@ def resumed_space(
     adapters: bool | None,
     scaling: Scaling,
 ) -> tuple[Manifold, BufferPolicy | None]:
-    """Return the parameter space of a resumed server, and the new aggregation policies of its buffers.
+    """Return the parameter space of a resumed server, and the policies that replace its saved buffer policies.
 
-    The policies are `None` if the server keeps the saved policies. `saved_policies` contains the saved policy of each
-    buffer by its name. The other arguments are as in `Server.resume`.
+    A buffer policy defines how the server aggregates a buffer of the model, such as a running mean.
+
+    Args:
+        model: the model or the space, as in `Server.resume`.
+        saved_policies: the policies in the checkpoint, by the name of the buffer.
+        buffer_policy: the new policies, as in `Server.resume`. `None` keeps the saved policies.
+        manifolds: the manifolds of the parameters, as in `Server.resume`.
+        adapters: whether the model contains adapters, as in `Server.resume`.
+        scaling: the scaling of the adapters, as in `Server.resume`.
+
+    Returns:
+        The space, and the new policies. The policies are `None` if the server keeps the saved policies.
     """
     if isinstance(model, Manifold):
         check_no_model_options(manifolds, adapters, scaling)
@@ -273,11 +283,9 @@ def _payload(
 
 
 def _restore_rounding(space: ParameterSpace, points: list[Tensor], start: Tensor) -> list[Tensor]:
-    """Correct the control points of a client that has trained from a rounded start model.
-
-    The function adds the difference between the exact and the rounded start model to the flat and low-rank parameters
-    of each control point.
-    """
+    """Correct a client's control points for the rounding of the model from which it started."""
+    # The client's dtype is narrower than the dtype of the server. The correction is the exact start model minus the
+    # rounded one. It applies to flat and low-rank parameters, and other curved parameters remain unchanged.
     (began,) = space.points({"": space.stack_factors(space.state_dict(start))})
     curved = dict(space.manifolds)
     found = []

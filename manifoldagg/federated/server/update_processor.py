@@ -1,4 +1,4 @@
-"""Processing of client updates: the validation, the step of the aggregation rule, and the publication of the result."""
+"""The class that validates the updates of clients, applies them to the model, and publishes the results."""
 
 import logging
 import math
@@ -36,12 +36,12 @@ LOG = logging.getLogger("manifoldagg")
 
 
 class Request(NamedTuple):
-    """Arguments of a call of `Server.receive` before their validation.
+    """Unvalidated information about the update that a client returns to `Server.receive`.
 
     Attributes:
-        ticket_id: the id of the ticket.
+        ticket_id: the id of the ticket, which permits the client to return one update.
         client: the client that returns the update, or `ANY_CLIENT`.
-        names: a mapping from the fields of the payload to the arguments of the caller, for error messages.
+        names: the argument of the caller that contains each field of the update. Error messages contain its name.
         received_at: the time of the call, in seconds of the server's clock.
     """
 
@@ -54,11 +54,20 @@ class Request(NamedTuple):
 class UpdateProcessor:
     """Processor that validates the updates of clients, applies one update at a time, and publishes the results.
 
+    Args:
+        core: the parts of the server.
+        schema: the description of a valid update.
+        plan: the aggregation rule and its options.
+        evictor: the object that moves older models to files.
+        durability: the manager of the checkpoints and the journal.
+        dispatcher: the dispatcher of events.
+        free_list: the memory of models that the server no longer needs. The next step writes the new model to it.
+
     Attributes:
         lock: the lock that serialises updates.
-        free_list: the memory of models that the server no longer needs. The next step writes the new model to it.
-        recycle: the function that adds the memory of a model to `free_list`. `None` if the server averages the model
-            versions, because the average may store them.
+        free_list: the argument `free_list`.
+        recycle: the function that adds the memory of a model to `free_list`. If the server averages the model versions,
+            the average may refer to older models. Their memory is then not reused, and `recycle` is `None`.
     """
 
     def __init__(
@@ -173,11 +182,12 @@ class UpdateProcessor:
         return snapshot
 
     def notify_average(self) -> None:
-        """Pass new versions of the model to the average over all versions, in order.
+        """Pass each new version of the model to the average over all versions, in order.
 
-        If an interrupt such as `KeyboardInterrupt` ends the call of the average, the next call passes the same version
-        again. If the average raises another exception, it propagates, and the next call continues with the next
-        version.
+        All exceptions of the average propagate. They affect the next call of this method as follows:
+
+        - After an interrupt such as `KeyboardInterrupt`, it passes the same version again.
+        - After any other exception, it continues with the next version.
         """
         while self._averaging is not None and (pending := self._state.value.pending_notifications):
             failure = None
@@ -295,13 +305,10 @@ class UpdateProcessor:
         return self._state.update(lambda now: now.with_update(applied))
 
     def _reject(self, request: Request, error: ManifoldAggError) -> Receipt:
-        """Record the rejection of an update, and return its receipt.
-
-        The reason in the receipt starts with the caller's name of the invalid argument. If no later update can be
-        accepted, the rejection also closes the ticket. This is the case if the start model of the client is too old or
-        was lost.
-        """
+        """Record the rejection of an update, and return the receipt for the client."""
+        # The reason starts with the name of the invalid field. The caller knows this field by the name of an argument.
         reason = rename_argument(str(error), request.names)
+        # A start model that is too old or lost also prevents any later update, so the server closes the ticket.
         is_final = isinstance(error, StaleTicketError) or (isinstance(error, SpillError) and not error.temporary)
         receipt = self._state.update(
             lambda now: now.with_rejection(

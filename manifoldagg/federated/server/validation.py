@@ -160,10 +160,16 @@ class PayloadSchema:
         )
 
     def check_values(self, field: str, tensor: Tensor, *, is_point: bool = True) -> Tensor:
-        """Check the values of a tensor, and return the tensor.
+        """Check the values of a tensor in a client's update, and return the tensor.
 
-        All values must be finite, and a point of a curved space must be on the manifold. If the rule itself checks that
-        a field is finite, the method skips this check.
+        - A model of a curved space must be on the manifold.
+        - All other tensors must be finite. The method skips this check if the aggregation rule itself checks the
+          tensor.
+
+        Args:
+            field: the name of the tensor in the update.
+            tensor: the tensor.
+            is_point: whether the tensor contains models.
 
         Raises:
             ArgumentError: if the values are invalid. The message starts with `field`.
@@ -328,14 +334,12 @@ def check_samples(value: Any, max_samples: int) -> int:
 
 
 def _as_int(value: Any) -> int | None:
-    """Convert an untrusted value to a plain integer.
-
-    Return `None` if the value is not an integer, or if its methods return different integers.
-    """
+    """Convert an untrusted value to a plain integer. If it is not an integer, return `None`."""
     if isinstance(value, bool) or not isinstance(value, int | Integral):
         return None
     # `operator.index` may return a subclass of int; `int.__index__` returns a plain integer.
     number = int.__index__(operator.index(value))
+    # The methods `__int__` and `__index__` of an untrusted class may return different integers.
     return number if int(value) == value.__index__() == number else None
 
 

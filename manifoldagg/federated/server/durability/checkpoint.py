@@ -184,11 +184,11 @@ class LoadedCheckpoint:
 
     @property
     def replay_limits(self) -> ServerLimits:
-        """The limits on updates during a journal replay, which accept every norm and every cosine.
+        """The saved limits without the limits on the norm and the cosine of an update, for a journal replay.
 
-        The server accepted the recorded updates in the original run. On another processor, different rounding may move
-        the norm or the cosine of an update just beyond a limit. With the original limits, the replay could then reject
-        the update.
+        The cosine is that of the angle between an update and the change of the server's model in the meantime. A replay
+        must accept all updates that the server accepted in the original run. On another processor, however, different
+        rounding may move a norm or a cosine just beyond its limit.
         """
         limits = self.limits
         update = replace(
@@ -201,10 +201,13 @@ class LoadedCheckpoint:
         return replace(limits, update=update)
 
     def with_replayed(self, tree: dict[str, Any]) -> "LoadedCheckpoint":
-        """Return a copy of this checkpoint with the state of the server after a journal replay.
+        """Return a copy of this checkpoint that contains the state of the server after a journal replay.
 
-        `tree` is the content of a snapshot of this state. The clock and the options remain those of this checkpoint,
-        because the replay uses a different clock and different limits.
+        The copy keeps the clock and the options of this checkpoint, because the replay uses another clock and other
+        limits.
+
+        Args:
+            tree: the content of a checkpoint of the server after the replay, as `ServerSnapshot.tree` returns it.
         """
         return LoadedCheckpoint(self.path, {**tree, "clock": self._tree["clock"], "options": self._tree["options"]})
 
@@ -361,8 +364,12 @@ class LoadedCheckpoint:
 def check_storable(core: ServerCore, weights: Any) -> None:
     """Check that checkpoints can store the space, the rule, the clock and the names of the known clients.
 
-    A new server calls this function, so that an unsupported value raises an error before training starts. The known
-    clients are the keys of `weights`, if it is a mapping.
+    A new server calls this function, so that an unsupported value raises an error before training starts.
+
+    Args:
+        core: the parts of the server.
+        weights: the argument `weights` of the server. If it is a mapping, its keys are the known clients. Otherwise, no
+            client is known yet.
 
     Raises:
         CheckpointError: if a file cannot store the space, the rule or the clock.
@@ -398,17 +405,16 @@ def _machine_info(model: Tensor) -> dict[str, str]:
 
 
 def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[StoreKey]]:
-    """Return the stored models and client states, and the keys of start models that are lost.
+    """Return the start models and states of clients for a checkpoint, each with its key.
 
-    The first result is a list of pairs of a key and a model or client state. It omits the current model, and ends with
-    the entries that can be moved to files, the oldest first. A start model is lost if the server had moved it to a file
-    and this file was altered.
+    The second result contains the keys of lost start models, whose temporary files were altered.
     """
     store = state.store
     kept = []
     lost = set()
+    # The entries that can be moved to files come last, with the oldest first. A restored store has the same order.
     for key in [*(key for key in store.entries if key not in store.evictable), *store.evictable]:
-        if key == state.current_key:
+        if key == state.current_key:  # The checkpoint contains the current model separately.
             continue
         try:
             kept.append((key, store.load(key, copy=False)))

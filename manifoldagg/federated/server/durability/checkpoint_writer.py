@@ -23,8 +23,8 @@ LOG = logging.getLogger("manifoldagg")
 class CheckpointPolicy(KeywordHints):
     """Policy that defines when and where a server writes automatic checkpoints.
 
-    The interval between two checkpoints is a number of updates, a time in seconds, or both. If you pass both, the
-    interval that ends first starts a checkpoint.
+    The server writes a checkpoint after a number of updates or after a time in seconds. If you pass both, it writes a
+    checkpoint as soon as one of them is reached.
 
     Args:
         path: the path of the file in an existing folder. Older files are named `path.1`, `path.2` and so on.
@@ -92,7 +92,11 @@ class CheckpointWriter:
         self._error: Exception | None = None
 
     def reset(self, updates: int) -> None:
-        """Restart the intervals between checkpoints. `updates` is the number of updates accepted so far."""
+        """Restart the count of updates and the timer for the next automatic checkpoint.
+
+        Args:
+            updates: the number of updates that the server has accepted so far.
+        """
         self._last_updates = updates
         self._last_time = time.monotonic()
 
@@ -125,7 +129,7 @@ class CheckpointWriter:
                 LOG.error("checkpoint: %s", error)
 
     def write(self, snapshot: Checkpointable) -> None:
-        """Write a checkpoint, and wait until the write has ended. If the write fails, raise its error."""
+        """Write a checkpoint, and wait for the write to finish. If the write fails, re-raise the error."""
         self.enqueue(snapshot)
         self.finish()
 

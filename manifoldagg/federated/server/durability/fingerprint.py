@@ -136,9 +136,9 @@ def rule_difference(saved: Tree, current: Tree, *, replace: bool) -> str | None:
 
 
 def _privacy_options(rule: Tree) -> tuple[Tree, Tree] | None:
-    """Read the clipping norm and the noise multiplier of a private rule from its fingerprint.
+    """Read the clipping norm and the noise multiplier from the fields of a saved rule.
 
-    For a rule without differential privacy, return `None`.
+    If neither the rule nor a rule that it wraps is differentially private, return `None`.
     """
     fields = rule.get("fields", {}) if isinstance(rule, dict) else {}
     if "clip" in fields and "noise" in fields:
@@ -147,10 +147,8 @@ def _privacy_options(rule: Tree) -> tuple[Tree, Tree] | None:
 
 
 def _entry_difference(name: str, key: str, saved: Tree, current: Tree) -> str | None:
-    """Describe the first difference between the entries of two fingerprints under the same key.
-
-    If the entries contain the fields of an object, the description names the field that differs.
-    """
+    """Compare the values of one key in two nested dicts, and describe the first difference."""
+    # The key "fields" contains the fields of an object. The description then names the field that differs.
     if key == "fields" and saved.keys() == current.keys():
         found = (first_difference(f"{name}: {field}", saved[field], current[field]) for field in saved)
         return next(filter(None, found), None)

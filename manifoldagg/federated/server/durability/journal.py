@@ -137,9 +137,9 @@ class _Position(NamedTuple):
 class JournalWriter:
     """Writer that appends the changes of a server to its journal, in the order of the changes.
 
-    The server publishes each change together with a journal record. The record is pending until the writer has written
-    it to the file. One thread writes the pending records of all threads. If a write fails or is interrupted, the next
-    call overwrites the incomplete records, so that the file contains each record only once.
+    The server publishes each change together with a journal record. The record is pending until it is in the file. The
+    method `write` appends all pending records, including those of other threads. If a write fails or is interrupted,
+    the next call overwrites the incomplete records, so that the file contains each record only once.
 
     Args:
         journal: the path and the sync policy of the journal.
@@ -168,7 +168,15 @@ class JournalWriter:
         self._close_segment: Callable[[], object] = int
 
     def start(self, first_lsn: int, snapshot: Tree) -> None:
-        """Start the journal with a snapshot of the server, and delete older files of a journal with the same path."""
+        """Start a new journal, which begins with a snapshot of the server.
+
+        A journal consists of numbered files whose names start with its path. The method deletes the files of an earlier
+        journal with the same path, because the snapshot replaces them.
+
+        Args:
+            first_lsn: the log sequence number of the first record.
+            snapshot: the content of a checkpoint of the server before this record.
+        """
         self.open_segment(first_lsn, snapshot)
         self._delete_segments(first_lsn)
         records: PersistentOrderedMap[int, LogRecord] = PersistentOrderedMap(None, None, first_lsn, first_lsn)
@@ -176,10 +184,12 @@ class JournalWriter:
         self._state.update(lambda now: (now._replace(pending_log=log), None))
 
     def open_segment(self, first_lsn: int, snapshot: Tree = None) -> None:
-        """Create a new journal file, and write the records from `first_lsn` on to this file.
+        """Create a new journal file, to which the writer appends all later records.
 
-        `first_lsn` is a log sequence number. `snapshot` is the state of the server before the record with this number,
-        or `None` if a checkpoint contains this state.
+        Args:
+            first_lsn: the log sequence number of the first record in the file.
+            snapshot: the content of a checkpoint of the server before this record. `None` if a checkpoint file contains
+                it.
         """
         magic = os.urandom(8)
         path = self.journal.segment_path(first_lsn)

@@ -49,7 +49,7 @@ class StoredRecord(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Segment of a journal, which is a file that consists of a header and a sequence of records.
+    """One of the files of a journal, called a segment. It consists of a header and a sequence of records.
 
     Attributes:
         path: the path of the file.

@@ -1,4 +1,4 @@
-"""Durability of a server: the options for checkpoints and the journal, and the manager of these files."""
+"""The options for the checkpoints and the journal of a server, and the class that manages these files."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -132,11 +132,11 @@ class DurabilityManager:
             check_storable_client(client)
 
     def check_idle(self) -> None:
-        """Check that the current thread is not writing to the journal.
+        """Check that the current thread is not in the middle of a journal write.
 
-        A signal handler or a finaliser may run while its own thread writes to the journal. Such a handler must not wait
-        for the lock of a running update. A deadlock could occur, because the owner of this lock may wait for the
-        journal write.
+        A signal handler or a finaliser can interrupt a journal write of its own thread. It must not wait for an update
+        of another thread, because that update may itself wait for the interrupted write. Both threads would then wait
+        forever.
 
         Raises:
             ArgumentError: if the current thread is writing to the journal.
@@ -149,8 +149,8 @@ class DurabilityManager:
     def make_snapshot(self) -> ServerSnapshot:
         """Return the content of a checkpoint as an immutable snapshot of the server.
 
-        The caller must own the lock that serialises updates. If the server averages its model versions, the caller must
-        first pass all versions to the average.
+        The caller must hold the update lock, so that no update runs at the same time. If the server averages its model
+        versions, the average must already include the latest version.
         """
         core = self._core
         averaging = self._core.averaging

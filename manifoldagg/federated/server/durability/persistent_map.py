@@ -63,9 +63,10 @@ class PersistentOrderedMap(Mapping[K, V]):
         return self._keys[self._first]
 
     def set(self, key: K, value: V, limit: int | None = None) -> "PersistentOrderedMap[K, V]":
-        """Return the map with a new or replaced value. An existing key keeps its position in the insertion order.
+        """Return a new map in which `key` has the value `value`. The original map does not change.
 
-        If the new map has more than `limit` keys, the first keys in this order are removed. `None` disables this limit.
+        A new key is added at the end, and an existing key keeps its position. If the new map has more than `limit`
+        keys, the method removes the keys that were added first. `None` disables this limit.
         """
         entries = self.entries.mutate()
         keys = self._keys.mutate()

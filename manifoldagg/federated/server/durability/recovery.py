@@ -3,9 +3,12 @@
 A journal can contain an invalid record for two reasons:
 
 - The process or the machine crashed during the last write. Recovery then ignores the incomplete records at the end.
-- The file was corrupted. Each record contains a durability mark, which states that all records before a certain record
-  were synced to the disk. If a later mark proves that the invalid record was synced, recovery raises an error with the
-  log sequence number (LSN) of this record.
+- The file was corrupted after the write. Recovery then raises an error with the log sequence number (LSN) of the
+  record.
+
+To distinguish these cases, each record stores a durability mark. The mark is an LSN, and all records before this LSN
+were already synced to the disk. If the mark of a later record proves that the invalid record was synced, the file was
+corrupted.
 """
 
 import logging
@@ -38,16 +41,18 @@ LOG = logging.getLogger("manifoldagg")
 
 @dataclass
 class JournalReplay:
-    """Replay of the journal records that follow a checkpoint. Each record has a log sequence number (LSN).
+    """Replay of the journal records that follow a checkpoint.
+
+    The log sequence number (LSN) of a record is its position in the journal.
 
     Attributes:
         name: the name of the journal.
         next_lsn: the LSN of the next record to replay.
         chain: the chained checksum of all records before the next record.
-        time: the time of the last replayed record, in seconds of the clock.
-        ancestors: the journals and checkpoints that this journal continues, as in `JournalWriter`.
+        time: the time of the last replayed record in seconds, as the server's clock returned it.
+        ancestors: the earlier journals and checkpoints that this journal continues, as in `JournalWriter`.
         records: the records to replay.
-        durable_lsn: the largest durability mark. All records before this LSN were synced to the disk.
+        durable_lsn: the LSN before which all records were synced to the disk, as the journal states.
         is_deterministic: whether all replayed updates so far have returned their recorded receipts.
     """
 

@@ -33,11 +33,11 @@ other code also needs some of them."""
 
 
 class Spill:
-    """Writer that moves trees, which are nested containers of tensors, from memory to temporary files.
+    """Writer that moves trees from memory to temporary files. A tree is a nested container of tensors.
 
-    The files are unlinked. The operating system frees a file after the last reference to its tree is deleted, or when
-    the process ends, even if the process is killed. A child process of `os.fork` can load the trees of its parent. The
-    file of such a tree exists until both processes have released it.
+    The files are unlinked, which means that they have no name. The operating system frees a file after the last
+    reference to its tree is deleted, or when the process ends, even if the process is killed. A child process of
+    `os.fork` can load the trees of its parent. The file of such a tree exists until both processes have released it.
 
     Args:
         folder: a folder in the file system of the files. `None` means the system's temporary folder.
@@ -77,12 +77,17 @@ class Spill:
 
 
 class SpilledTree:
-    """Tree of tensors in an unlinked temporary file.
+    """Nested container of tensors that was moved from memory to a temporary file.
 
-    The operating system frees the file when the last reference to this object is deleted.
+    The file is unlinked, which means that it has no name. The operating system frees it when the last reference to this
+    object is deleted.
+
+    Args:
+        folder: a folder in the file system in which the file is created.
+        tree: the container of tensors to write.
 
     Attributes:
-        size: the number of bytes that the tree used in memory.
+        size: the number of bytes that the tensors occupied in memory before they were moved.
     """
 
     __slots__ = ("__weakref__", "_checksum", "_devices", "_folder", "_storage", "_template", "size")

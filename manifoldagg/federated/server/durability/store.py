@@ -1,4 +1,7 @@
-"""Immutable store for the models and client states of a server, which can be in memory or in files."""
+"""Store for the models and client states of a server, each of which is in memory or in a file.
+
+The store is immutable, so a change returns a new store.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import NamedTuple
@@ -49,13 +52,14 @@ StoredTree = InMemoryTree | SpilledTree
 class Store(NamedTuple):
     """Immutable store of models and client states, with a reference count for each key.
 
-    A key remains in the store until it was released as often as it was retained. Every change returns a new store.
+    The method `retain` adds a reference to a key, and `release` removes one. A key without references is removed from
+    the store. Every change returns a new store.
 
     Attributes:
-        entries: the stored tree of tensors and the number of references, by key.
-        evictable: the keys of the trees that can be moved to files, with the oldest key first.
-        used_bytes: the number of bytes in memory for each kind of key. The entry `"spilled"` is the number of bytes in
-            files.
+        entries: the stored tensors and the number of references, by key.
+        evictable: the keys of the entries that can be moved to files, with the oldest key first.
+        used_bytes: the memory usage in bytes of the models (`"version"`), the rounded models (`"base"`) and the client
+            states (`"client"`). The value of `"spilled"` is the number of bytes in files.
 
     Example:
         >>> import torch
@@ -129,9 +133,14 @@ class Store(NamedTuple):
         return Store(entries.finish(), evictable, used.finish())
 
     def evicted(self, key: StoreKey, tree: InMemoryTree, spilled: SpilledTree) -> "Store":
-        """Return the store after a tree of tensors was moved from memory to a file.
+        """Return a new store in which the tensors of a key are in a file instead of in memory.
 
-        If another thread has replaced or removed this tree in the meantime, return this store unchanged.
+        If another thread has replaced or removed these tensors in the meantime, return the current store.
+
+        Args:
+            key: the key of the tensors.
+            tree: the tensors in memory.
+            spilled: the file with the same tensors.
         """
         found, references = self.entries.get(key, (None, 0))
         if found is not tree:
@@ -147,10 +156,15 @@ class Store(NamedTuple):
         return self._replace(evictable=self.evictable.remove(key)) if fits else self
 
     def next_victim(self, limit: int, exclude: StoreKey) -> tuple[StoreKey, InMemoryTree] | None:
-        """Return the key and the tree of tensors that must be moved to a file next.
+        """Return the entry that must be moved from memory to a file next.
 
-        This is the oldest tree that can be moved. The result is `None` if there is no such tree, or if the memory usage
-        is within `limit` bytes. The tree under the key `exclude` does not count as memory usage and is never moved.
+        Args:
+            limit: the largest permitted memory usage of all entries, in bytes.
+            exclude: the key of an entry that does not count as memory usage and is never moved.
+
+        Returns:
+            The key and the tensors of the oldest entry that can be moved. `None` if the memory usage is within the
+                limit, or if no entry can be moved.
         """
         used = self.memory_usage(exclude)
         if sum(used.values()) - used[SPILLED] <= limit:
