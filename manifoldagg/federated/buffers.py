@@ -46,8 +46,8 @@ _is_cpu = attrgetter("is_cpu")
 class BufferGroup:
     """Group of model buffers whose values are stored together in one vector.
 
-    All buffers of a group have the same policy, dtype and device. They are either all variances, all batch counters,
-    or all buffers of other kinds.
+    All buffers of a group have the same update policy, dtype and device. Running variances and batch counters
+    (`num_batches_tracked`) are in separate groups, which contain no other buffers.
 
     Attributes:
         policy: the update policy of these buffers, such as `"average"`.
@@ -153,13 +153,14 @@ class PackedBuffers(Mapping[str, Tensor]):
 class PendingBuffers:
     """Model buffers that clients have returned since the server model last changed.
 
+    The server stores sums for the buffers that it averages over clients, and the latest values of the other buffers.
+
     Attributes:
-        weight: the sum of the weights of these clients' updates.
-        total: the weighted sums of the buffers over the updates, with one vector for each buffer group. Only groups
-            with the policy `"average"` use their vector, which has the dtype float64. The tuple is empty if there is
-            only one update.
-        latest: the buffers of the latest update. A buffer with the policy `"leave"` has the server's value, and an
-            integer batch counter has its largest value so far.
+        weight: the sum of the weights of the updates.
+        total: one vector for each buffer group. For the policy `"average"`, it is the weighted sum of the returned
+            buffers in float64. For the other policies, it is unused. The tuple is empty if there is only one update.
+        latest: the buffers of the latest update. A buffer with the policy `"leave"` has the server's value. An integer
+            batch counter has the largest value so far.
         count: the number of updates.
     """
 
@@ -186,20 +187,23 @@ def accumulate(
     *,
     name: str = "buffers",
 ) -> PendingBuffers:
-    """Copy the model buffers of a client's update, and add them to the pending buffers of the server.
+    """Add copies of a client's model buffers to the buffers that wait for the server's next step.
 
-    Each value must be finite, and a variance must not be negative. A value that equals the server's own value is always
-    valid, for example an infinity in an attention mask. An integer batch counter must be at most $2^{53}$.
+    The function checks the values of the update:
+
+    - Floating-point values must be finite, and variances must not be negative. A value that equals the server's own
+      value is always valid, for example an infinity in an attention mask.
+    - Integer batch counters must be at most $2^{53}$.
 
     Args:
-        pending: the pending buffers. `None` if there are no pending updates.
+        pending: the waiting buffers of earlier updates. `None` if no update is waiting.
         received: the buffers of the update.
         current: the server's buffers.
         weight: the weight of the update in averages.
         name: the start of error messages.
 
     Raises:
-        ArgumentError: if a value is invalid, or if the pending buffers have other names or policies.
+        ArgumentError: if a value is invalid, or if `pending` contains buffers with other names or policies.
     """
     vectors = []
     if pending is not None and pending.latest.groups != current.groups:
@@ -231,9 +235,12 @@ def accumulate(
 def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapping[str, float]) -> PackedBuffers:
     r"""Return the server's model buffers after a step that changed the model.
 
-    A buffer with the policy `"average"` moves from the server's value $b$ towards the weighted mean $\bar b$ of the
-    clients' values. Its new value is $b + s\,(\bar b - b)$, where $s \in [0, 1]$ is the fraction of the update that the
-    step applies. All other buffers change to their latest values in `pending`.
+    The argument `pending` contains the buffers that clients have returned since the previous step. The policy of a
+    buffer determines its new value:
+
+    - `"average"`: $b + s\,(\bar b - b)$. Here, $b$ is the server's value and $\bar b$ is the weighted mean of the
+      clients' values. The number $s \in [0, 1]$ is the fraction of the update that the step applies.
+    - Any other policy: the value in `pending.latest`.
 
     Args:
         pending: the buffers of the updates since the last step.
@@ -348,11 +355,13 @@ def _expected_values(group: BufferGroup, dtype: torch.dtype) -> str:
 
 
 def _is_finite(received: Tensor, current: Tensor, group: BufferGroup) -> bool:
-    """Return whether all received values of a group of buffers are valid, as defined in `accumulate`."""
+    """Return whether all values that a client returned for a buffer group are valid."""
     if not (received.is_floating_point() or received.is_complex()):
+        # Only batch counters have an upper limit. Other integers are always valid.
         return not group.is_counter or bool((received <= MAX_COUNT).all())
     theirs = upcast_8bit(received)
     fit = theirs.isfinite()
     if group.is_variance:
         fit &= theirs >= 0
+    # The server's own value is always valid, for example an infinity in an attention mask.
     return bool((fit | (theirs == upcast_8bit(current))).all())

@@ -28,13 +28,14 @@ Norms = tuple[tuple[Hashable, float], ...]
 
 
 class NormLimitError(ArgumentError):
-    """Error raised if the norm of an update is too large in comparison with the norms of other clients' updates.
+    """Error raised if an update is much longer than the updates of other clients.
 
-    The option `norm_factor` of `UpdateLimits` sets this limit.
+    The limit is the option `norm_factor` of `UpdateLimits` times the median norm of the other clients' updates.
 
     Attributes:
         limit: the largest allowed norm.
-        norms: the latest norm of each client after the rejection. The rejected update counts with the norm `limit`.
+        norms: the norm of the latest update of each client, for the checks of later updates. The norm of the rejected
+            update is recorded as `limit`.
     """
 
     def __init__(self, message: str, limit: float) -> None:
@@ -222,14 +223,11 @@ class UpdateLimits(KeywordHints):
             raise NormLimitError(f"points: expected a norm <= {limit:g} ({why}), got {norm:g}", limit)
 
     def _limit_by_median(self, factor: float | None, others: Sequence[float]) -> float:
-        """Return `factor` times the median of the positive norms of the other clients.
-
-        The result is infinity, which means no limit, if `factor` is `None` or if fewer than `norm_after` norms are
-        positive.
-        """
+        """Return the largest allowed norm: `factor` times the median of `others`, or infinity."""
         if factor is None:
             return math.inf
         # A zero norm would lower the median, although it contains no information about the norms of other updates.
+        # With fewer than `norm_after` other norms, there is no limit.
         norms = [norm for norm in others if norm > 0]
         return factor * float(np.median(norms)) if len(norms) >= self.norm_after else math.inf
 
@@ -238,10 +236,10 @@ DEFAULT_LIMITS = UpdateLimits()
 
 
 def with_norm(norms: Norms, client: Hashable, norm: float, window: int) -> Norms:
-    """Add the norm of a client's new update to the latest norms of the clients.
+    """Record the norm of a client's new update, and return the latest norm of each client.
 
-    The result contains one norm for each client, and only the `window` clients with the most recent updates. A new norm
-    of zero is ignored.
+    The result contains only the `window` clients with the most recent updates, in the order of these updates. A norm of
+    zero is not recorded.
 
     Example:
         >>> with_norm((("a", 1.0), ("b", 2.0)), "a", 3.0, window=2)
@@ -262,14 +260,15 @@ def update_norm(space: Manifold, base: Tensor, points: Tensor) -> float:
 
 
 def clip_update(space: Manifold, base: Tensor, points: Tensor, factor: float) -> Tensor:
-    r"""Move the points of an update towards its base, so that their distances from the base shrink by a factor.
+    r"""Clip an update: move its points towards the model from which the client started.
 
-    For the points $\varphi_i$, the base $\Theta^t$ and the factor $\lambda$, the clipped points are
-    $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$. On a flat space, each entry of the result is rounded once.
+    For the points $\varphi_i$, the start model $\Theta^t$ (`base`) and the factor $\lambda \in (0, 1)$, the clipped
+    points are $\exp_{\Theta^t}(\lambda \log_{\Theta^t} \varphi_i)$.
 
-    For low-rank leaves, the scaled point can have a higher rank. The function then returns the nearest low-rank point,
-    whose distance from the base can be up to twice the target distance. If this distance exceeds the target, the
-    function scales by $\lambda / 2$ instead.
+    - On a flat space, this is $\Theta^t + \lambda (\varphi_i - \Theta^t)$. Each entry is rounded once.
+    - For tensors of low rank, the scaled point can have a higher rank. The function then returns the nearest point of
+      low rank. If this makes the update longer than $\lambda$ times its norm, the function uses $\lambda / 2$ instead.
+      This is enough, because the nearest point is at most twice as far from the base as the scaled point.
 
     Args:
         space: the space of the points.
@@ -299,11 +298,11 @@ def _nearest_low_rank(space: Manifold, base: Tensor, points: Tensor, factor: flo
 
 
 def _norm_and_cosine(space: Manifold, base: Tensor, points: Tensor, current: Tensor | None) -> tuple[float, float]:
-    """Return the norm of an update, and the cosine of the angle between its displacement and the drift.
+    """Return the norm of an update, and the cosine between its displacement and the drift.
 
-    The drift leads from the model `base`, from which the client started, to the model `current` of the server. A norm
-    that is NaN is returned as infinity. The cosine is NaN if `current` is `None`, or if the displacement or the drift
-    is zero.
+    The displacement leads from the model `base`, where the client started, to the client's model. The drift leads from
+    `base` to the server's model `current`. If the norm is NaN, the function returns infinity. If `current` is `None`,
+    or if one of the two vectors is zero, the cosine is NaN.
     """
     ends = points if current is None else [*points, current]
     if space.flat or space.ambient:

@@ -20,8 +20,9 @@ def measure(
 ) -> tuple[State, Outcome, dict[str, float]]:
     """Check that the input vectors of a linear step are finite, and compute the metrics of the step.
 
-    The function uses the inner products of these vectors for both purposes. If the outcome contains no linear step and
-    its input vectors are already checked, the function returns the state, the outcome and the metrics unchanged.
+    A linear step adds a linear combination of vectors, such as a client's displacement, to the model. The function uses
+    the inner products of these vectors for the check and for the metrics. If the rule has returned no `LinearStep` and
+    has already checked its vectors, the function returns its arguments unchanged.
 
     Args:
         state: the next state of the rule.

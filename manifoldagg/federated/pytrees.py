@@ -75,9 +75,10 @@ def tree_map(tree: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def has_structure(tree: Tree, template: Tree) -> bool:
-    """Return whether a pytree contains all dict entries of a template, with tensors of the same shapes.
+    """Return whether a pytree has all keys of a template, and tensors of the same shapes.
 
-    The pytree may contain additional entries. Values of the template that are neither dicts nor tensors are ignored.
+    The pytree and the template are nested dicts. The pytree may have additional keys. If a value of the template is
+    neither a dict nor a tensor, the value of the pytree is not checked.
 
     Example:
         >>> template = {"m": torch.zeros(2)}
@@ -96,9 +97,6 @@ def has_structure(tree: Tree, template: Tree) -> bool:
 def copy_tensor(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor, detached from the autograd graph.
 
-    A medium-sized tensor is copied in the calling thread, because starting worker threads would take longer than the
-    copy itself.
-
     Example:
         >>> copy_tensor(torch.ones(2, requires_grad=True))
         tensor([1., 1.])
@@ -106,15 +104,17 @@ def copy_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not prefers_numpy(tensor):
         return clone(tensor)
+    # NumPy copies in the calling thread. For a medium-sized tensor, starting the worker threads of torch would take
+    # longer than the copy.
     copy = empty_like(tensor)
     np.copyto(copy.numpy(), tensor.numpy())
     return copy
 
 
 def unalias(tree: Tree, others: Tree) -> Tree:
-    """Copy those tensors of a pytree that share memory with other tensors, and return the new pytree.
+    """Return a pytree whose tensors share no memory with the tensors of the pytree `others`.
 
-    The argument `others` is a pytree of these other tensors. Tensors that share no memory with them are not copied.
+    The function copies only the tensors that share memory with a tensor of `others`.
 
     Example:
         >>> x = torch.zeros(2)
@@ -143,10 +143,12 @@ def combinations(tree: Tree) -> list[Combination]:
 
 
 def materialize(tree: Tree, computed: Mapping[Combination, Any] = NO_ROWS) -> Tree:
-    """Compute all deferred linear combinations in a pytree, and return the pytree of the results.
+    """Return a copy of nested dicts in which each `Combination` is replaced by its value.
+
+    A `Combination` is a linear combination of vectors that is not computed yet.
 
     Args:
-        tree: the tree.
+        tree: the nested dicts.
         computed: a mapping from combinations to their values, if these are already known.
 
     Example:
@@ -161,7 +163,7 @@ def materialize(tree: Tree, computed: Mapping[Combination, Any] = NO_ROWS) -> Tr
 def size_of(tree: Tree) -> int:
     """Return the number of bytes that the tensors of a pytree occupy in memory.
 
-    The function counts the whole storage of each tensor. It counts a storage that several tensors share only once.
+    For a view, the function counts the whole storage. If several tensors share a storage, it counts this storage once.
 
     Example:
         >>> x = torch.zeros(8)
@@ -172,10 +174,10 @@ def size_of(tree: Tree) -> int:
 
 
 def introduces_nonfinite(new: Tree, old: Tree) -> bool:
-    """Return whether the pytree `new` contains a non-finite tensor at a position where the pytree `old` is finite.
+    """Return whether a tensor of the pytree `new` contains NaN or infinity where the pytree `old` is finite.
 
-    A position without a tensor in `old` counts as finite. The function skips objects that are identical in both
-    pytrees.
+    The function compares the tensors at each position of the pytrees. If `old` has no tensor at a position, any NaN or
+    infinity in `new` counts. Objects that are identical in both pytrees are skipped.
 
     Example:
         >>> x = torch.tensor([float("inf")])

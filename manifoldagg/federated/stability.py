@@ -173,13 +173,14 @@ def warn_if_unstable(
 ) -> bool:
     """Warn if the step size of an update exceeds the stability limit.
 
-    Two estimates avoid false warnings:
+    The limit decreases with the concurrency, which is the number of clients that train at the same time. Two
+    adjustments avoid false warnings:
 
-    - Step size: a single client with many samples does not make training unstable. The function therefore estimates the
-      step size of a client with the average weight 1 / N: it divides the step size by N times the weight of the client.
-    - Concurrency: the estimate is the smaller of the number of tasks in flight and $K x + 1$. Here, K is the number of
-      updates in each step, and x is the staleness of the update. Neither lost clients nor a single late update can
-      therefore increase the estimate.
+    - Step size: for a client with a large weight, a large step size does not make training unstable. If the step size
+      is proportional to the weight, the function converts it to the average weight 1 / N of N clients.
+    - Concurrency: the function uses the smaller of two numbers: the number of tasks in flight, and $K x + 1$. Here, K
+      is the number of updates in each step, and x is the staleness of the update. Neither lost clients nor a single
+      late update can therefore increase the concurrency.
 
     Args:
         rule: the rule that computed the step.
@@ -222,7 +223,7 @@ def warn_if_unstable(
 
 
 def is_synchronous(rule: Any) -> bool:
-    """Return whether a rule is synchronous, so that it waits for all clients of a cohort before each step.
+    """Return whether a rule is synchronous, that is, whether it waits for all clients of a cohort before each step.
 
     The updates of a synchronous rule are never stale.
 

@@ -81,7 +81,11 @@ class StepPlan:
 
     @cached_property
     def narrow_space(self) -> ParameterSpace | None:
-        """The space, if clients receive models in a narrower dtype than the server stores, or `None` otherwise."""
+        """The space of the models, if clients receive them in a narrower dtype than the server stores.
+
+        The server then checks that each new model is finite in the narrower dtype. If no dtype is narrower, the value
+        is `None`.
+        """
         return self.space if isinstance(self.space, ParameterSpace) and self.space.is_narrow else None
 
 

@@ -80,7 +80,8 @@ class Message:
         numbers: additional numbers that the rule sends, by name.
         buffers: the buffers of the model, such as running means, by name. Empty if the server stores no buffers.
         requested_buffers: the names of the buffers that the client must return.
-        version: the version of the server model, from which trainers compute schedules. `None` if it is unknown.
+        version: the version of the server model. Trainers with a learning-rate schedule, such as `Scheduled`, compute
+            their rate from it. `None` if it is unknown.
 
     Example:
         >>> Message(torch.zeros(10), {"m": torch.zeros(10, dtype=torch.float64)}, {"epochs": 3.0}).nbytes
@@ -175,24 +176,25 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class LinearStep:
-    """Step along a linear combination whose coefficients are known before any inner product is computed.
+    """Step along a linear combination of vectors whose coefficients are known in advance.
 
-    The server can therefore compute the new model and the inner products of the input vectors in one pass over the
-    parameters. The inner products serve only for checks and metrics.
+    The coefficients of other steps depend on inner products of the vectors, so these steps read the parameters twice.
+    For a linear step, the server computes the new model and the inner products in one pass. It uses the inner products
+    only for checks and metrics.
 
     Attributes:
-        frame: the frame on a flat space, which contains the input vectors of the linear combination.
-        metrics: a function that receives the Gram matrix of the frame, which contains the inner products of its
-            vectors. The function checks the matrix and returns the metrics of the step.
+        frame: the vectors of the linear combination, on a flat space.
+        metrics: a function that receives the Gram matrix, which contains the inner products of these vectors. The
+            function checks the matrix and returns the metrics of the step.
     """
 
     frame: FrameRows
     metrics: Callable[[Gram], dict[str, float]]
 
     def metrics_within(self, gram: Gram) -> dict[str, float]:
-        """Return the metrics of this step from the Gram matrix of a frame with additional vectors.
+        """Return the metrics of this step from a Gram matrix that may also include other vectors.
 
-        The additional vectors must come after the vectors of the step's own frame.
+        The first rows and columns of the matrix must belong to the vectors of this step, in the same order.
         """
         gram = gram.first_rows(len(self.frame.rows))
         self.frame.remember_norms(gram.matrix.diagonal().tolist())
@@ -351,7 +353,8 @@ class Rule(Protocol):
     ) -> Message:
         """Return the message that the server sends to a client with its next task.
 
-        The message may contain the tensor `current` itself as the start model, because the server copies it.
+        The start model of the message may be the tensor `current` itself, because the server copies the tensors of the
+        message.
         """
 
     def step(
@@ -402,7 +405,8 @@ class Averaging(Protocol):
         """Add a new version of the model to the average.
 
         The method may store the tensor `model` but must not modify it. If the method receives the latest version a
-        second time, the second call must have no effect. Such a call can happen after an interrupt of the server.
+        second time, the second call must have no effect. Such a call can follow an interrupt, for example a
+        `KeyboardInterrupt` during the first call.
         """
 
     def state(self) -> Any:
@@ -490,8 +494,8 @@ def accepts_tensor_lists(rule: Rule, space: Manifold) -> bool:
 def has_plan(rule: Rule) -> bool:
     """Return whether a rule has a method `plan` that accepts models as lists of tensors.
 
-    If a subclass overrides only `step`, the result is false, because the `plan` that it inherits would compute another
-    step. The server then calls `step` with models as vectors.
+    If a subclass overrides `step` but not `plan`, the result is false, because the inherited `plan` would compute a
+    different step. The server then calls `step` with models as vectors.
     """
     return bool(getattr(rule, "accepts_tensor_lists", False)) and _defines_plan_last(type(rule))
 

@@ -118,9 +118,10 @@ class Weights:
         return replace(self, reported=self.reported.set(client, before - 1), bit_length_histogram=histogram)
 
     def without_ticket(self, client: Hashable) -> "Weights":
-        """Return the weights after one ticket of a client has ended without an update.
+        """Return the weights of all clients after a task of one client has ended without an update.
 
-        If the client has no other ticket and has never returned an update, it no longer participates.
+        A client without other tasks that has never returned an update no longer participates. It then does not count
+        towards the number of clients.
         """
         before = self.reported.get(client, 0)
         if before >= 0:
@@ -185,9 +186,9 @@ class Weights:
         return float(samples) if self.kind == "observed" else 1.0
 
     def with_report(self, client: Hashable, samples: int) -> "Weights":
-        """Return the weights after a client has reported its sample count.
+        """Return the weights of all clients after one client has reported its sample count.
 
-        The argument `samples` must be the result of `capped`, which limits the reported count.
+        The argument `samples` is the reported count after the method `capped` has limited it.
         """
         found = self.reported.get(client)
         if found == samples:
@@ -259,10 +260,11 @@ class Weights:
 
 
 def check_client(client: Hashable, name: str = "client") -> Hashable:
-    """Check that the name of a client is hashable and is compared by its content, and return the name.
+    """Check the name of a client, and return it.
 
-    If the name is a NumPy scalar, the function returns the equal Python value, because a comparison between a NumPy
-    scalar and a tuple results in an array.
+    A name must be hashable and must compare by value. A tensor is therefore not a valid name. If the name is a NumPy
+    scalar, the function returns the corresponding Python value, because the comparison of a NumPy scalar with a tuple
+    results in an array.
 
     Args:
         client: the name of the client.
@@ -316,9 +318,10 @@ def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int 
 
 
 def _bit_length_at(histogram: tuple[int, ...], rank: int, excluded: int) -> int:
-    """Return the bit length of the sample count at position `rank` of the sorted, positive sample counts.
+    """Return the bit length of the sample count at index `rank` in ascending order.
 
-    The function reads it from a histogram of bit lengths. It first removes one count with the bit length `excluded`.
+    The entry `histogram[b]` is the number of sample counts with b bits. The function ignores the counts of zero, and
+    one of the counts with `excluded` bits.
     """
     for digits in range(1, len(histogram)):
         rank -= histogram[digits] - (digits == excluded)
