@@ -224,7 +224,7 @@ class _NodeState:
     def error_feedback(self, codec: Codec) -> ErrorFeedback:
         """Return the node's error feedback, which adds the compression error of earlier updates to the next update.
 
-        If the last update had another codec, the error feedback starts without a compression error.
+        If the node encoded its last update with a codec other than `codec`, the method discards the saved error.
         """
         feedback = ErrorFeedback(codec)
         data = self._entries().get(FEEDBACK_KEY)
@@ -262,10 +262,7 @@ def _read_message(
 def _message_from_state_dict(
     content: flwr.app.RecordDict, model: nn.Module, space: ParameterSpace, device: torch.device
 ) -> Message:
-    """Convert the state dict in a Flower message to a message of this library.
-
-    The result requests all buffers from the node, except frozen parameters, which also count as buffers.
-    """
+    """Convert a Flower message with a state dict to a `manifoldagg.federated.Message`."""
     records = list(content.array_records.values())
     if len(records) != 1:
         raise ArgumentError(f"message: expected one ArrayRecord, a model, got {len(records)}")
@@ -275,6 +272,7 @@ def _message_from_state_dict(
         name: x.to(dtypes[name]) if name in dtypes and x.is_floating_point() else x
         for name, x in state_dict(records[0]).items()
     }
+    # The space counts frozen parameters as buffers, but the node need not return them.
     frozen = {name for name, x in model.named_parameters(remove_duplicate=False) if not x.requires_grad}
     asked = tuple(entry.name for entry in space.layout.buffers if entry.name not in frozen)
     buffers = {name: x.to(device) for name, x in space.buffers(state).items()}
@@ -294,11 +292,9 @@ def _client_id(context: FlowerContext) -> int:
 def _reiterable_batches(
     data: Callable[[FlowerContext, int], Iterable[Any]], context: FlowerContext, task_index: int
 ) -> Iterable[Any]:
-    """Return the batches of a task, and check that they are re-iterable.
-
-    An iterator raises `ArgumentError`, because it would be empty after the first epoch.
-    """
+    """Return the batches of a task. If they can be iterated only once, raise `ArgumentError`."""
     batches = data(context, task_index)
+    # An iterator would be empty after the first epoch.
     if isinstance(batches, Iterator):
         kind = type(batches).__name__
         raise ArgumentError(f"data: expected a re-iterable object, such as a list; it returned a {kind}")

@@ -43,11 +43,11 @@ FlowerMessage: TypeAlias = flwr.app.Message
 
 
 class _TrainTask(NamedTuple):
-    """Training task of a node, which waits in a queue or is in flight.
+    """Training task that waits in the queue of a node, or that was sent to the node.
 
     Attributes:
         id: the id of the ticket that the server has issued for the task.
-        records: the records of the message to the node. To save memory, the value is `None` after the message was sent.
+        records: the content of the message to the node. To save memory, it is `None` once the message has been sent.
     """
 
     id: str
@@ -79,18 +79,18 @@ class _EvalTask(NamedTuple):
 
 
 class _Isolation:
-    """Set of nodes whose replies the dispatcher fetches separately.
+    """Set of isolated nodes. The dispatcher fetches each reply of an isolated node in a call of its own.
 
     One call of Flower can fetch the replies of many nodes. If Flower cannot parse one of these replies, all of them may
-    be lost. When a node has sent an unreadable reply, the dispatcher therefore isolates the node: it fetches each
-    further reply of this node in a separate call.
+    be lost. The dispatcher therefore isolates a node that has sent an unreadable reply.
 
-    The isolation ends after 2^n readable replies, where n is the number of unreadable replies of the node so far. This
-    number doubles with each unreadable reply, so that a node that alternates between readable and unreadable replies
-    rarely causes the loss of other replies.
+    The first isolation ends after two readable replies of the node. Each further unreadable reply starts an isolation
+    of twice the length. A node that alternates between readable and unreadable replies therefore rarely causes the loss
+    of other replies.
     """
 
     def __init__(self) -> None:
+        # The number of readable replies after which the isolation of each node ends.
         self._missing_replies: dict[int, int] = {}
         self._offences: Counter[int] = Counter()
         self.num_unreadable = 0
@@ -215,9 +215,9 @@ class MessageDispatcher:
         return over
 
     def train_tasks(self) -> list[tuple[int, dict[str, ArrayRecord | ConfigRecord]]]:
-        """Return the nodes that wait for a training task, each with the records of its message.
+        """Return the nodes that receive a training task next, each with the content of its message.
 
-        The result contains these nodes only while the method `send` calls its argument `configure`. Otherwise, it is
+        Call this method only within the callback `configure`, which you pass to `send`. At other times, the result is
         empty.
         """
         return [
@@ -277,10 +277,14 @@ class MessageDispatcher:
         return (held[0], held[1].id) if held is not None and isinstance(held[1], _TrainTask) else None
 
     def next_reply(self) -> FlowerMessage | None:
-        """Fetch the next reply of a node, and return it if it is a reply to a training task.
+        """Fetch the next reply of a node, and return it if it is a reply to an unfinished training task.
 
-        The method itself processes all other replies. These are replies to evaluations, replies to tasks that have
-        already ended, and all replies after `close`.
+        The method returns `None` for all other replies:
+
+        - It stores a reply to an evaluation in the `EvaluationRound`.
+        - It ignores a reply to a task that has already ended. If this reply is a trained model, the report counts it as
+          rejected.
+        - After a call of `close`, it ignores a reply to a training task.
 
         Returns:
             The reply to a training task, with content or an error. The caller must then call `complete`. The result is
@@ -324,11 +328,9 @@ class MessageDispatcher:
             self._on_work_finished(node, work, succeeded)
 
     def _poll(self) -> None:
-        """Fetch the next batch of available replies from Flower.
-
-        Several batches form a full poll, which requests the replies to all messages in flight. If a full poll has found
-        no reply, the method waits for the poll interval before the next full poll.
-        """
+        """Fetch the next batch of available replies from Flower, and add them to the inbox."""
+        # Several batches form a full poll, which requests the replies to all messages in flight. If the last full poll
+        # has found no reply, wait before the next one.
         if not self._unpolled:
             if self._is_idle:
                 time.sleep(self._poll_interval)
@@ -353,11 +355,7 @@ class MessageDispatcher:
                 )
 
     def _pull_safe(self, message_ids: list[str]) -> list[FlowerMessage]:
-        """Fetch the available replies to some messages from Flower.
-
-        If Flower cannot parse one of the replies, the method fetches each reply separately, so that it also finds the
-        readable replies.
-        """
+        """Fetch the available replies to some messages, except those that Flower cannot parse."""
         try:
             return list(self._grid.pull_messages(message_ids)) if message_ids else []
         except UNREADABLE_REPLY_ERRORS as error:
@@ -368,7 +366,8 @@ class MessageDispatcher:
                 self._report_failure(message_ids[0], "unreadable", f"{type(error).__name__}: {error}")
                 self.complete(message_ids[0], succeeded=False)
                 return []
-            # Flower may have deleted all replies of the failed call. Fetch each reply that is still available.
+            # One unreadable reply makes the whole call fail, and Flower may have deleted all replies of this call.
+            # Fetch each reply that is still available in a call of its own.
             known = self._isolation.num_unreadable
             brought = [reply for name in message_ids for reply in self._pull_safe([name])]
             if self._isolation.num_unreadable == known:  # Flower has also deleted the unreadable reply.
@@ -378,11 +377,9 @@ class MessageDispatcher:
             return brought
 
     def _is_isolated(self, message_id: str) -> bool:
-        """Return whether the dispatcher must fetch the reply to a message separately.
-
-        The result is also `True` if the task of the message has ended, because its node is then unknown.
-        """
+        """Return whether the reply to a message must be fetched in a call of its own."""
         held = self.nodes.lookup(message_id)
+        # If the task of the message has ended, its node is unknown and may be isolated.
         return held is None or held[0] in self._isolation
 
     def _refresh_nodes(self) -> None:

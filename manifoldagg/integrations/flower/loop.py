@@ -311,7 +311,7 @@ class TrainingLoop(Strategy):
         self._report.flush()
 
     def _close_after_error(self) -> None:
-        """Stop the run after an exception, and write the checkpoint. Errors of these steps are only logged."""
+        """Stop the run after an exception, and write the checkpoint. Log any further error."""
         if self._is_open:
             for step in (self._report.flush, self._dispatcher.close, self._codec.release, self._save_checkpoint):
                 try:
@@ -320,10 +320,8 @@ class TrainingLoop(Strategy):
                     LOG.exception("an exception was raised while stopping the run:")
 
     def _save_checkpoint(self) -> None:
-        """Write a checkpoint of the server, and the file of the rounds.
-
-        The method logs an error instead of raising it, so that `start` can still return the result of the run.
-        """
+        """Write a checkpoint and the metrics of the finished rounds. If a write fails, log it."""
+        # An error is not raised, so that `start` can still return the result of the run.
         if self.durability.checkpoint is not None:
             try:
                 self.server.save()

@@ -34,13 +34,13 @@ SCALAR = -1
 
 
 def bounded_metrics(content: RecordDict, key: str, *, keeps_config: bool) -> RecordDict:
-    """Return the metrics of a message, without its arrays and without metrics that exceed a limit.
+    """Return the metrics in a node's reply, limited in number and size.
 
-    The limits are `MAX_METRICS`, `MAX_METRIC_VALUES` and `MAX_NAME_LENGTH`. The function always includes the metric
-    with the number of samples.
+    The result contains no arrays. It contains at most `MAX_METRICS` metrics with `MAX_METRIC_VALUES` values in total,
+    and no names with more than `MAX_NAME_LENGTH` characters. It always contains the number of samples.
 
     Args:
-        content: the content of a message.
+        content: the content of the reply.
         key: the name of the metric with the number of samples.
         keeps_config: whether to include each `ConfigRecord`. The same limits apply to its entries.
 
@@ -105,7 +105,8 @@ def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
     - If nodes report the same metric with different lengths, only the values of one length are averaged. This is the
       length with the largest total number of samples. In a tie, a number takes precedence over a list, and a shorter
       list over a longer list.
-    - The result contains at most `MAX_METRICS` metrics. If there are more, it contains those that most nodes report.
+    - The result contains at most `MAX_METRICS` metrics. If there are more, the metrics with the largest numbers of
+      reporting nodes take precedence.
 
     Args:
         contents: the contents of replies, each of which includes the number of samples.
@@ -144,11 +145,11 @@ def _is_short(name: str) -> bool:
 
 @dataclass
 class _Limits:
-    """Remaining limits on the metrics that `bounded_metrics` may still add to its result.
+    """Limits on the metrics that `bounded_metrics` can still add to its result.
 
     Attributes:
-        names: the number of further metrics.
-        values: the number of further values in these metrics.
+        names: the largest number of these metrics.
+        values: the largest number of values in these metrics.
     """
 
     names: int

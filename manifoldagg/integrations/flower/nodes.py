@@ -1,4 +1,4 @@
-"""States and task queues of the nodes in a Flower run. The module itself does not depend on Flower."""
+"""States and task queues of the nodes in a Flower run."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -25,10 +25,7 @@ class _Node(Generic[Work]):
 
     @property
     def next_queue(self) -> deque[Work]:
-        """The queue from which the node receives its next task.
-
-        If the queues of tasks with and without priority both contain tasks, the node alternates between them.
-        """
+        """The queue of the node's next task. If both queues contain tasks, they alternate."""
         return (
             self.priority_queue if self.priority_queue and not (self.last_was_priority and self.queue) else self.queue
         )

@@ -72,9 +72,13 @@ def state_dict(record: ArrayRecord) -> dict[str, Tensor]:
 
 
 def codec_to_record(codec: Codec | None) -> dict[str, ConfigRecord]:
-    """Return the Flower record that requests updates encoded with a codec.
+    """Return the part of a Flower message that requests an update encoded with a codec.
 
-    The result is a dict from the record's key in the message to the record. If `codec` is `None`, the dict is empty.
+    Args:
+        codec: the codec. `None` requests no codec.
+
+    Returns:
+        A dict with one record under its key in the message. If `codec` is `None`, the dict is empty.
 
     Example:
         >>> from manifoldagg.federated.clients import Int8
@@ -134,9 +138,9 @@ def bytes_to_record(data: bytes) -> ArrayRecord:
 
 
 def record_to_bytes(content: RecordDict) -> bytes | None:
-    """Return the bytes in the wire format that a Flower message contains.
+    """Return the bytes in the wire format that `bytes_to_record` has stored in a Flower message.
 
-    If the message contains no record of `bytes_to_record`, return `None`.
+    If the message contains no such bytes, return `None`.
     """
     record = content.array_records.get(RECORD_KEY)
     array = None if record is None else record.get(ENTRY_NAME)

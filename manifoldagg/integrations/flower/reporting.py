@@ -1,4 +1,4 @@
-"""Report of a Flower run, which logs and counts rejected updates, failed tasks and finished rounds."""
+"""Logging and counting of rejected updates, failed tasks and finished rounds in a Flower run."""
 
 import logging
 from collections import Counter
@@ -60,7 +60,9 @@ class RunReport:
     def reject(self, node: int, reason: str) -> None:
         """Log a rejected update, and count it under the name of its invalid field.
 
-        The reason of the rejection starts with this name.
+        Args:
+            node: the node that sent the update.
+            reason: the reason for the rejection, which starts with the name of the invalid field.
         """
         field = reason.partition(":")[0].partition("[")[0]
         self._rejected[field] += 1
@@ -124,9 +126,14 @@ class RunReport:
         return found | ({"received-bytes": self._num_bytes} if self._num_bytes else {})
 
     def extend(self, metrics: MetricRecord | None, accepted: int) -> MetricRecord:
-        """Return the aggregated metrics of the nodes, extended by the counts of the current round.
+        """Add the server's counts for the current round to the aggregated metrics of the nodes.
 
-        If a metric and a count have the same name, the result contains the metric.
+        The method `metrics` returns these counts, such as the number of rejected updates. If a metric and a count have
+        the same name, the result contains the metric.
+
+        Args:
+            metrics: the aggregated metrics of the nodes. `None` means no metrics.
+            accepted: the number of accepted updates.
         """
         theirs = dict(metrics or {})
         ours = self.metrics(accepted)

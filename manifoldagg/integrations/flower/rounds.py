@@ -67,9 +67,9 @@ class Rounds:
             tensor_file.save(self._path, FILE_KIND, {"cumulative_updates": self.cumulative_updates, "tables": tables})
 
     def read(self, updates: int) -> None:
-        """Read the finished rounds from the file, and ignore rounds that the server has not finished yet.
+        """Read the finished rounds from the file, except the rounds that the server has to repeat.
 
-        Such rounds exist if the server has resumed from a checkpoint that is older than the file.
+        The server repeats the last rounds in the file if it has resumed from a checkpoint that is older than the file.
 
         Args:
             updates: the total number of updates that the server has accepted.
