@@ -58,13 +58,16 @@ class AvailabilityChange(Generic[C]):
 class AvailabilityTrace(Generic[C]):
     """A wrapper that adds changes of client availability to a scheduler.
 
-    `next` returns task completions and availability changes in order of time. If a change and a completion happen at
-    the same time, `next` returns the change first. Simultaneous changes are returned in the order of the argument
+    `next` returns task completions and availability changes in chronological order. If a change and a completion happen
+    at the same time, `next` returns the change first. Simultaneous changes are returned in the order of the argument
     `changes`.
 
-    The caller must react to each change. When a client joins or returns, the caller dispatches tasks to it. When a
-    client fails, the caller discards the tickets of its lost tasks. A client that leaves and then returns may still
-    have a task in flight, so call `is_idle` before you dispatch another task to it.
+    The caller must react to each change:
+
+    - When a client joins or returns, dispatch a task to it if `is_idle` is true. A client that has left finishes its
+      tasks, so it may still have a task in flight when it returns.
+    - When a client fails, its tasks in flight are lost. Discard their tickets (the server's permissions to return one
+      update).
 
     Args:
         scheduler: the scheduler of the tasks. No other code may use this scheduler.

@@ -240,11 +240,10 @@ class _TensorPool:
         self._start_is_model: dict[int, bool] = {}
 
     def encode_message(self, version: int, message: Message) -> Tree:
-        """Encode a message as plain values, with an index into `tensors` for each tensor.
-
-        The index of the start model is `None` if the server stores an equal model of this version.
-        """
+        """Encode a message for a client. Each tensor is replaced by its index in `tensors`."""
         start = message.start
+        # Usually, the client starts from the server's model of this version. The checkpoint contains this model anyway,
+        # so the start model is encoded as `None`.
         if id(start) not in self._start_is_model:
             self._start_is_model[id(start)] = bitwise_equal(self._models[version], start)
         return (

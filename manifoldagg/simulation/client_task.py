@@ -164,14 +164,16 @@ def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] | None = 
 
 
 def align_tensors(tree: Tree) -> Tree:
-    """Return a tree in which each dense tensor is contiguous and aligned in its own memory.
+    """Return a nested container in which all dense tensors have the same memory layout.
 
-    Other dense tensors are copied, because the memory layout affects the vectorisation and the rounding of sums.
+    A dense tensor is replaced by a copy if it is not contiguous, not aligned, a view of a larger storage, or requires a
+    gradient. Other values are unchanged.
     """
     return tree_map(tree, _align)
 
 
 def _align(tensor: Tensor) -> Tensor:
+    # The memory layout affects the vectorisation of sums, and thus their rounding.
     if tensor.layout is not torch.strided:
         return tensor
     alone = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous() and not tensor.requires_grad

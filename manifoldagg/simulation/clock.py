@@ -1,4 +1,4 @@
-"""A virtual clock for discrete-event simulation, which returns scheduled events in order of time."""
+"""A virtual clock for discrete-event simulation, which returns scheduled events in chronological order."""
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush

@@ -178,12 +178,14 @@ class LabelledDataset:
 
     @property
     def classes(self) -> Tensor:
-        """The class by which a partition distributes each sample, (samples,) in int64.
+        """The class of each sample, as an int64 tensor of shape (samples,).
 
-        - If a sample has one label, its class is this label.
-        - If each token has a label, the class of the sequence is the label of its last token.
-        - If a sample can have several labels, its class is the first of its labels. The class of a sample without
-          labels is the number of different labels.
+        Partitions such as `dirichlet_partition` distribute the samples over clients by their classes.
+
+        - If each sample has one label, its class is this label.
+        - If each token of a sequence has a label, the class of the sequence is the label of its last token.
+        - If a sample can have several of L labels, its class is the first label that it has. Samples without labels
+          form one more class, with the number L.
         """
         if self.has_label_sets:
             none = self.labels.new_ones(len(self.labels), 1)
@@ -316,8 +318,8 @@ class FederatedDataset:
     ) -> "FederatedDataset":
         """Partition a data set over clients, and hold out a fraction of each client's samples for evaluation.
 
-        If the data set has its own test split, the partition distributes training samples and test samples together.
-        The test samples that a client receives are then its held-out samples.
+        If the data set has its own test split, this split is used instead of a fraction. The partition then distributes
+        all samples, and each client's test samples become its held-out samples.
 
         Args:
             dataset: the data set.

@@ -75,9 +75,15 @@ class Delay(ABC):
 
     @abstractmethod
     def inverse_cdf(self, probability: float) -> float:
-        """Return the quantile at `probability` of the time in seconds for one unit of work.
+        """Return a quantile of the time that one unit of work takes.
 
-        The quantile must not decrease when `probability`, a number in [0, 1), increases.
+        An implementation must be non-decreasing in `probability`.
+
+        Args:
+            probability: the level of the quantile, a number in [0, 1).
+
+        Returns:
+            The quantile in seconds.
         """
 
     def expected(self, work: float = 1.0) -> float:
@@ -257,10 +263,13 @@ class _MeanParametrised(Delay):
 
     @classmethod
     def fit(cls: type[S], delays: Sequence[float] | np.ndarray) -> S:
-        r"""Set the mean of the distribution to the mean $a = \frac 1 n \sum_i x_i$ of n measured delays $x_i$.
+        r"""Fit the distribution to n measured delays $x_i$ with the mean $a = \frac 1 n \sum_i x_i$.
 
-        For the exponential distribution, this is the maximum-likelihood fit. For the half-normal distribution, the
-        underlying normal variable then has the scale $a \sqrt{\pi / 2}$, which OrthoFL D.4 does not state.
+        The fitted distribution has the mean $a$. For the exponential distribution, this is the maximum-likelihood fit.
+        A half-normal delay is the absolute value of a normal variable with the mean 0. The fit sets the standard
+        deviation of this variable to $a \sqrt{\pi / 2}$.
+
+        Source: OrthoFL D.4, which does not state this standard deviation.
         """
         return cls(float(check_vector("delays", delays, at_least=0).mean()))
 

@@ -274,14 +274,14 @@ def run(
 ) -> RunResult:
     """Simulate training in virtual time until `num_updates` updates have arrived or `duration` has passed.
 
-    The rule of the method determines when the server dispatches tasks, and to which clients:
+    A method consists of a rule, with which the server aggregates updates, and a trainer for the clients. The rule also
+    determines when the server dispatches training tasks, and to which clients:
 
     - With an asynchronous rule, the server first dispatches one task to every client, or to `concurrency` clients.
       After each update, it dispatches a new task.
-    - With a rule that has a cohort of k clients, the server dispatches a task to each of k clients. It waits for all k
-      updates before it dispatches the next k tasks.
-    - Other rules choose the clients themselves. They either draw cohorts of clients or define the probability that a
-      client receives the next task.
+    - With a synchronous rule, the server dispatches a task to each client of a random cohort. When it has accepted the
+      number of updates that the rule needs, it cancels unfinished tasks and dispatches tasks to the next cohort.
+    - Some rules draw the clients themselves, or define the probability that a client receives the next task.
 
     Args:
         federation: the federated data set.

@@ -26,12 +26,13 @@ EVAL_BATCH_SIZE = 1_000
 
 
 class SampleStatistics(NamedTuple):
-    """The results of an evaluation for each held-out sample. Metrics are computed from these results.
+    """The loss of a model, and the quantities from which its metrics are computed, for each held-out sample.
 
     Attributes:
-        loss: the loss of each sample, (samples,). If a sample has several tokens or labels, its loss is their mean
-            loss.
-        statistics: for each function `Metric.statistics`, its results for all samples, (samples, ...).
+        loss: an array of shape (samples,) with the loss of each sample. If a sample has several tokens or labels, its
+            loss is their mean loss.
+        statistics: a dictionary with an array for each function `Metric.statistics`. The array has the shape
+            (samples, ...) and contains the result of the function for each sample.
     """
 
     loss: np.ndarray
@@ -92,10 +93,10 @@ class Evaluator:
         return slice(self._stops[client] - len(self._federation.held_out[client]), self._stops[client])
 
     def evaluate_average(self, point: Tensor) -> SampleStatistics:
-        """Evaluate a weight average of the server's models.
+        """Evaluate the average of several versions of the server's model.
 
-        The averaged model gets new BatchNorm statistics, which are computed on the training samples of all clients. Its
-        other buffers are copied from the model that was evaluated last.
+        `point` contains the averaged parameters. The BatchNorm statistics are computed anew for these parameters, on
+        the training samples of all clients. All other buffers come from the last model that `evaluate` received.
         """
         space = ParameterSpace.of(self._model)
         buffers = refresh_buffers(space, self._model, point, self._training_batches())
@@ -289,13 +290,11 @@ def gini(values: np.ndarray | Sequence[float]) -> float:
 
 
 def theil(values: np.ndarray | Sequence[float]) -> float:
-    r"""Compute the Theil index of N numbers $x_i$ with the mean $\bar x$, a measure of inequality.
+    r"""Compute the Theil index, which measures the inequality of N numbers $x_i$ with the mean $\bar x$:
 
-    The index
+    $$T = \frac{1}{N \bar x} \sum_i x_i \ln(x_i / \bar x).$$
 
-    $$\frac{1}{N \bar x} \sum_i x_i \ln(x_i / \bar x)$$
-
-    ranges from 0 for equal numbers to $\ln N$.
+    The index is 0 if all numbers are equal, and $\ln N$ if only one number is positive.
 
     Args:
         values: N non-negative numbers, with 0 ln 0 = 0. If all are zero, the result is 0.

@@ -192,7 +192,16 @@ class EventLoop:
         return key
 
     def acknowledge(self, accepted: bool) -> None:
-        """Report whether the server accepted the latest update. The latest event must be a `CompletionEvent`."""
+        """Report to the event loop whether the server accepted the update of a completed task.
+
+        Call this method after each `CompletionEvent` that `next` returns.
+
+        Args:
+            accepted: whether the server accepted the update.
+
+        Raises:
+            ArgumentError: if the latest event is not a `CompletionEvent`.
+        """
         if not isinstance(self.pending_event, CompletionEvent):
             raise ArgumentError(f"event_loop: expected a CompletionEvent to acknowledge, got {self.pending_event}")
         client = self.pending_event.task_id.client

@@ -1,7 +1,6 @@
-"""Executors that train the tasks of clients in parallel, and restart after a failure.
+"""Executors that run the training tasks of clients in parallel. A failed executor is replaced by a new one.
 
-The worker processes of an executor end when their parent process ends. The results of a run are bit-identical for all
-executors.
+The results of a run do not depend on the executor. They are bit-identical, even after a failure.
 """
 
 import os
@@ -31,13 +30,12 @@ MAX_RESTARTS = 3
 
 
 class RestartingExecutor:
-    """A wrapper around an executor, which it replaces with a new executor after a failure.
-
-    At the end of a `with` block, the wrapper shuts down the executor that it created.
+    """A wrapper around an executor. After a failure, the method `restart` replaces the executor with a new one.
 
     Args:
-        source: an executor, or a function that returns one. The function is called again after a failure. A given
-            executor is neither replaced nor shut down.
+        source: a function that returns an executor, or an executor. After a failure, the function is called again. Its
+            executor is shut down at the end of a `with` block. If `source` is an executor, it is neither replaced nor
+            shut down.
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
@@ -81,8 +79,8 @@ class RestartingExecutor:
         """Replace the executor, which failed with `error` during a task of `client`.
 
         Raises:
-            ArgumentError: if `source` is an executor instead of a function, or after `MAX_RESTARTS` consecutive
-                restarts.
+            ArgumentError: after `MAX_RESTARTS` consecutive restarts, or if `source` is an executor instead of a
+                function. The executor of a Dask cluster is an exception, because the cluster replaces its workers.
         """
         self.num_consecutive_failures += 1
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -151,9 +149,10 @@ ExecutorLike: TypeAlias = Executor | Callable[[], Executor] | RestartingExecutor
 
 @contextmanager
 def shared_executor(executor: ExecutorLike) -> Iterator[ExecutorLike]:
-    """Yield an executor that several runs share.
+    """Yield one executor for several runs.
 
-    If `executor` is a function, it creates one executor for all runs, and a new executor after each failure.
+    If `executor` is a function, it is called once for all runs, and again after each failure. The resulting executor is
+    shut down at the end. `None` is yielded unchanged.
     """
     if executor is None or isinstance(executor, RestartingExecutor):
         yield executor

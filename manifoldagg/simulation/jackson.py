@@ -22,10 +22,14 @@ class JacksonNetwork(Scheduler[int]):
     At client $i$, a task with one unit of work takes an exponentially distributed time with rate $\mu_i$. A task with
     $w$ units takes $w$ times as long.
 
-    Suppose that $m$ tasks with one unit of work are always in flight, because the caller calls `dispatch(route())`
-    after each `next()`. Then the vector $x$ of the numbers of tasks at the clients is a Markov chain. With the routing
-    probabilities $p_i$, its stationary distribution is $\pi_{n,m}(x) \propto \prod_i (p_i / \mu_i)^{x_i}$. Immediately
-    before a dispatch, the other $m - 1$ tasks have the distribution $\pi_{n,m-1}$.
+    If the caller calls `dispatch(route())` after each `next()`, the number $m$ of tasks in flight is constant. The
+    route is client $i$ with the probability $p_i$. If each task has one unit of work, the vector $x$ of the numbers of
+    tasks at the clients is a Markov chain. Its stationary distribution is
+
+    $$\pi_{n,m}(x) \propto \prod_i (p_i / \mu_i)^{x_i}.$$
+
+    Between the end of a task and the next dispatch, $m - 1$ tasks are in flight. Their numbers at the clients have the
+    distribution $\pi_{n,m-1}$ (arrival theorem).
 
     Args:
         routing: the shares p of the tasks, (n,), with sum 1 up to 1e-6.

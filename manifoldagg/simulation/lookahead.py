@@ -22,14 +22,18 @@ CLIENTS_PER_EVENT = 64
 class Lookahead:
     """A predictor of the order in which a run will need the results of its tasks in flight.
 
-    It predicts the order with a copy of the event loop, which runs ahead of the original. The copy makes two
-    assumptions:
+    The predictor copies the event loop and runs the copy ahead of the original. The copy makes two assumptions:
 
     - The server accepts every update.
-    - Each task has the same work as the previous task of its client. The function `task_cost` returns the work of a
-      client's first task.
+    - Each task needs as much work as the previous task of its client.
 
-    While no copy is available, the predicted order is the order of dispatch.
+    After a wrong prediction, the copy is discarded. Until the next copy, or if the event loop cannot be copied, the
+    predicted order is the order of dispatch.
+
+    Args:
+        event_loop: the event loop of the run.
+        is_over: a function that returns whether the run ends before the next event of an event loop.
+        task_cost: a function that returns the work of a client's first task.
     """
 
     def __init__(
@@ -91,10 +95,12 @@ class Lookahead:
             self._order = {}
 
     def _advance(self, value: float | bool | None = None) -> tuple[TaskId, float | bool] | None:
-        """Process the next event of the copied event loop, or return `None` at its end.
+        """Process the next event of the copied event loop, and return its task and its outcome.
 
-        The result is the task of the event, and a value. The value is the work of a dispatched task, or whether the
-        update of a completed task is accepted. If the argument `value` is `None`, the method assumes a value.
+        The outcome of a dispatch is the work of the task. The outcome of a completion is whether the server accepts the
+        update. `value` is the outcome if it is known; otherwise, the method predicts it.
+
+        The result is `None` if the copied event loop has no further event.
         """
         ahead = self._copy
         if ahead is None or (ahead.pending_event is None and self._is_over(ahead)):

@@ -1,4 +1,8 @@
-"""The metadata of a run: its settings and package versions, in a form that is the same in every process."""
+"""The settings and package versions that determine the results of a run.
+
+A resumed run compares them with those of the saved run. Equal settings have equal values in every process, because the
+values contain no memory addresses.
+"""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -60,10 +64,15 @@ def versions() -> dict[str, str]:
 def check_compatible(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Check that the current settings of a run are equal to the saved settings.
 
-    A setting that only one of them contains counts as `None` in the other one.
+    A missing setting counts as `None`.
+
+    Args:
+        path: the path of the saved run, for the error message.
+        saved: the saved settings by name.
+        current: the current settings by name.
 
     Raises:
-        CheckpointError: if they differ. The message contains the first difference.
+        CheckpointError: if the settings differ. The message contains the first difference.
 
     Example:
         >>> saved, current = ({"num_updates": 200, "methods": {"FedGS": count}} for count in (1, 2))

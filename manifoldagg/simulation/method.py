@@ -105,7 +105,11 @@ class RunResult:
 
     @property
     def average_accuracy(self) -> list[float | None]:
-        """The accuracy of the weight average at each evaluation; `None` before the first averaged version."""
+        """The accuracy of the averaged model, the mean of several versions of the server's model, at each evaluation.
+
+        An entry is `None` if no version has been averaged yet, or if the BatchNorm statistics of the averaged model are
+        not finite.
+        """
         return [row.average_accuracy for row in self.evaluations]
 
     @property

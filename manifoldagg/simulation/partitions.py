@@ -264,13 +264,10 @@ def grouped_partition(
 ) -> list[np.ndarray]:
     r"""Assign all samples of each owner, such as a patient, to a single client. No sample is dropped.
 
-    By default, the owners are assigned at random in equal numbers. With O owners and N clients, each client receives
-    $\lfloor O / N \rfloor$ or $\lceil O / N \rceil$ owners. For example, with 35 plays and 30 clients, five clients
-    receive two plays. With 30,805 patients and 30 clients, 25 clients receive 1,027 patients and five clients receive
-    1,026.
-
-    Each client has at least one owner. The return value and the exceptions are those of
-    [`iid_partition`][manifoldagg.simulation.iid_partition].
+    By default, the owners are assigned at random in numbers that are as equal as possible. With O owners and N clients,
+    each client receives $\lfloor O / N \rfloor$ or $\lceil O / N \rceil$ owners, and at least one. For example, with
+    30,805 patients and 30 clients, 25 clients receive 1,027 patients and five clients receive 1,026. If the owners are
+    35 plays, five clients receive two plays, and 25 clients receive one.
 
     Args:
         labels: the labels (samples,), integers or strings.
@@ -281,6 +278,12 @@ def grouped_partition(
             with Graham's rule: in the order of decreasing numbers of samples, each owner goes to the client with the
             fewest samples. The largest client then has at most $4/3 - 1/(3N)$ times the samples of the best
             assignment. Ties are broken at random.
+
+    Returns:
+        A sorted int64 array of sample indices for each client. The arrays are disjoint.
+
+    Raises:
+        ArgumentError: if an argument is invalid. The message names it.
 
     Source: Manifold B.2 ("We allocate each play wholly to a distinct client - since there are 30 clients, 5 will
     receive 2 plays each") and B.3 (30,805 patients, "with each assigned wholly to one of 30 clients"). `"samples"`:

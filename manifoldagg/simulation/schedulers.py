@@ -60,10 +60,17 @@ class Completion(NamedTuple):
 class Scheduler(ABC, Generic[C]):
     """Base class for schedulers, which determine when the tasks of clients start and finish in virtual time.
 
-    Clients are integers or strings. A client can have only one task in flight, unless the scheduler sets
-    `allows_queueing`. Tasks that finish at the same time are returned in the order in which they started.
-    `copy.deepcopy` returns an independent copy that produces the same later events. No other code may use the random
-    `generator` of the scheduler.
+    All schedulers have these properties:
+
+    - Clients are identified by integers or strings.
+    - A client can have only one task in flight, unless the class sets `allows_queueing`.
+    - `next` returns task completions in chronological order. Tasks that finish at the same time are returned in the
+      order in which they started.
+    - `copy.deepcopy` returns an independent copy. With the same calls, the copy and the original return the same
+      completions.
+
+    Args:
+        generator: the random generator. No other code may use it.
     """
 
     allows_queueing: ClassVar[bool] = False
@@ -253,18 +260,22 @@ class IndependentClients(Scheduler[C]):
 class PriorityScheduler(Scheduler[C]):
     r"""A scheduler in which a few workers execute the tasks of many clients and prefer small tasks.
 
-    - Waiting tasks are sorted by the key `work + k * now`, where `now` is the time of the task's dispatch.
+    The work of a task is its number of minibatches. The scheduler has these rules:
+
+    - Waiting tasks are sorted by the sum of their work and k times their dispatch time in seconds, from low to high.
+      Small tasks and tasks that have waited long therefore come first.
     - An idle worker selects one of the N waiting tasks at random. The task at position i, counted from 0, has the
-      probability $(N - i) / \sum_{j=1}^N j$.
-    - When a task finishes, its worker selects the next task before the same client can receive a new one.
-    - A task of `work` minibatches takes `work / speed` seconds.
+      probability $(N - i) / \sum_{j=1}^N j$, so the first task is the most likely one.
+    - A worker that has finished a task selects its next task before the client of the finished task can receive a new
+      one.
+    - A worker processes `speed` minibatches per second.
 
     Args:
         clients: the number of clients, which determines the default speed $k \cdot$ clients / workers.
         generator: the random generator of the positions. Only the scheduler may use it.
-        workers: the number of concurrent tasks.
-        k: the weight of the waiting time. One second of waiting has the same effect as k batches less work.
-        speed: the number of batches per second of one worker.
+        workers: the number of workers, which is the number of concurrent tasks.
+        k: the weight of the waiting time. One second of waiting has the same effect as k minibatches less work.
+        speed: the number of minibatches per second of one worker.
 
     Raises:
         ArgumentError: if an argument is invalid. The message names it.

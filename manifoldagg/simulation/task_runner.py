@@ -56,11 +56,13 @@ class _PendingTask:
 
 
 class TaskRunner:
-    """A runner that trains submitted tasks, either on demand in this process or in advance on an executor.
+    """A runner for the training tasks of clients.
 
-    The results are bit-identical in both cases. The tasks of one client run one after another, because each task starts
-    with the client state that the previous task returned. At the end of a `with` block, the runner cancels the tasks
-    that are still pending on the executor.
+    With an executor, the runner starts submitted tasks before their results are requested. Without an executor, the
+    method `result` runs the task when it is called. The results are bit-identical in both cases.
+
+    The tasks of one client run one after another, because each task starts with the client state that the previous task
+    returned. At the end of a `with` block, the runner cancels the tasks that are still pending on the executor.
 
     Args:
         federation: the federated data set, with minibatches and seeds.

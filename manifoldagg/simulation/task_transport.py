@@ -34,9 +34,8 @@ _SHARE_LOCK = threading.Lock()
 class Packed:
     """A value to send to another process. Its tensors are copied into one block of memory.
 
-    `multiprocessing` transfers a large block through shared memory, and other picklers transfer its bytes. Because the
-    block is a copy, the receiver cannot change the original tensors. In addition, one block needs only one file
-    descriptor, even if it contains many tensors.
+    The receiver reads the copies, so it cannot change the original tensors. `multiprocessing` sends a large block
+    through shared memory, which needs one file descriptor for all tensors. Other picklers send the bytes of the block.
 
     Args:
         value: any value that can be pickled.
@@ -189,7 +188,15 @@ class RunContext:
 class TaskEnvelope:
     """A client task that is sent to an executor.
 
-    The pickled task excludes the data that all tasks of the run share. A process that lacks these data requests them.
+    All tasks of a run share the data set and the trainer. They are large, so a pickled envelope usually excludes them.
+    If a worker process does not have them yet, it returns an empty `TaskResult`. The task is then sent again with them.
+
+    Args:
+        context: the data set and the trainer.
+        task_id: the identifier of the task.
+        message: the server's message to the client, with the start model.
+        client_state: the state of the client after its previous task.
+        with_context: whether the pickled envelope includes `context`.
     """
 
     def __init__(
@@ -257,9 +264,15 @@ _CONTEXTS = _ContextCache()
 
 
 class TaskResult:
-    """The result of a client task: a payload, an exception, or a request for the shared data of the run.
+    """The result of a client task: an update or an exception.
 
-    `gradients` is the number of gradients that the task computed, including those before an exception.
+    All tasks of a run share the data set and the trainer. If the worker process does not have them, the result is
+    empty. The task must then be sent again together with them.
+
+    Args:
+        payload: the update that the task returned.
+        error: the exception that the task raised.
+        gradients: the number of gradients that the task computed, including those before an exception.
     """
 
     def __init__(self, payload: Payload | None = None, error: Exception | None = None, *, gradients: int = 0) -> None:
