@@ -56,15 +56,16 @@ the runs."""
 
 @dataclass(frozen=True)
 class CombinedReport:
-    """The combined runs of several reports.
+    """The runs of several reports of `manifoldagg compare`, for a comparison at equal cost.
 
-    A problem is a data set with the settings that define the learning task, such as the partition over clients.
+    The runs are grouped by problem. A problem is a data set together with the settings that define the learning task,
+    such as the partition over clients.
 
     Attributes:
         runs: the runs, by problem, method and seed.
         targets: the target accuracy of each problem.
-        notes: the settings that differ between reports of the same problem, with one sentence for each setting. Methods
-            and seeds may differ without a note.
+        notes: a sentence for each setting in which reports of the same problem differ. Different methods and seeds are
+            expected, so they have no note.
     """
 
     runs: Runs
@@ -80,13 +81,15 @@ class CombinedReport:
     def run_frame(self) -> pd.DataFrame:
         """Return a data frame with a row for each run.
 
+        The cost of a run is measured in `updates`, `time` (virtual seconds), `gradients` (of minibatches) and `bytes`.
         The columns include:
 
         - `final`: the accuracy at the end of the run.
-        - `at_updates`, `at_time`, ...: the accuracy within the `budget` of the problem on each cost axis.
+        - `at_updates`, `at_time`, ...: the accuracy at a cost that all runs of the problem reach, for each measure of
+          cost. The method `budget` returns this cost.
         - `updates_to_target` and `time_to_target`: the cost at which the run reaches the target accuracy, or NaN if the
           run does not reach it.
-        - `spent_updates`, `spent_time`, ...: the total cost of the run on each cost axis.
+        - `spent_updates`, `spent_time`, ...: the total cost of the run, for each measure of cost.
         """
         return pd.DataFrame(
             {"problem": problem, "method": method, "seed": seed} | self._run_row(problem, run)
@@ -129,16 +132,26 @@ class CombinedReport:
         return pd.DataFrame(rows)
 
     def tests(self, axis: str) -> pd.DataFrame:
-        """Test every pair of methods with `statistics.compare_pairs`.
+        """Test with `statistics.compare_pairs` whether the accuracies of any two methods differ.
 
-        The tests compare accuracies at equal cost on the given cost axis.
+        The accuracies on a problem are compared at the same cost, which is the largest cost that all its runs reach.
+
+        Args:
+            axis: the measure of cost: `"updates"`, `"time"` (virtual seconds), `"gradients"` or `"bytes"`.
+
+        Raises:
+            ArgumentError: if the axis is unknown.
         """
         return compare_pairs(self._scores(axis))
 
     def one_sided_tests(self, method: str, axis: str) -> pd.DataFrame:
-        """Test with `statistics.compare_with` whether `method` is better than each other method.
+        """Test with `statistics.compare_with` whether `method` is more accurate than the other methods.
 
-        The tests compare accuracies at equal cost on the given cost axis.
+        The accuracies on a problem are compared at the same cost, which is the largest cost that all its runs reach.
+
+        Args:
+            method: the name of the method.
+            axis: the measure of cost: `"updates"`, `"time"` (virtual seconds), `"gradients"` or `"bytes"`.
 
         Raises:
             ArgumentError: if the report does not contain the method, or the axis is unknown.
@@ -167,9 +180,11 @@ class CombinedReport:
     def differences(self, baseline: str) -> pd.DataFrame:
         """Return the mean difference in accuracy between each method and the baseline on each problem.
 
-        The runs of both methods are paired by seed. Their accuracies are compared at the largest cost that all paired
-        runs reach, so runs of other methods do not affect the result. For each column such as `at_updates`, two further
-        columns contain the ends of its 95 % interval.
+        Each run of a method is paired with the run of the baseline that has the same seed. The accuracies of all
+        these runs are taken at one cost, which is the largest cost that every one of them reaches. Runs of other
+        methods therefore have no effect. The column `at_updates` contains the mean difference for the cost in updates.
+        `at_updates_low` and `at_updates_high` are the ends of its 95 % interval. The other measures of cost have the
+        same columns.
 
         Raises:
             ArgumentError: if no problem contains the method, or no other method has a problem and a seed in common.

@@ -53,8 +53,8 @@ class Comparison:
     Attributes:
         settings: all settings that determine the results.
         runs: the runs of each method, one for each seed.
-        landscape: the loss on the plane of one curve, from the first method that learns curves. It is `None` if no
-            method learns curves.
+        landscape: the loss on a plane in parameter space that contains the control points of one learned curve. The
+            curve comes from the first method that learns curves. Without such a method, the value is `None`.
     """
 
     settings: dict[str, Any]
@@ -87,9 +87,9 @@ class Comparison:
         }
 
     def results(self) -> dict[str, object]:
-        """Return the settings and the results of all runs as JSON values, but without the evaluation log.
+        """Return the settings and the results of all runs as JSON values, without the log of evaluations.
 
-        Equal settings give bit-identical results.
+        Two comparisons with equal settings return bit-identical values.
         """
         methods = {
             name: {"summary": summary, "runs": list(map(_run_to_dict, self.runs[name]))}
@@ -499,10 +499,7 @@ def _summarise_metrics(last: Sequence[Evaluation]) -> dict[str, float | int | No
 
 
 def _summarise_average(runs: Sequence[RunResult]) -> dict[str, float | int | None]:
-    """Return the mean final accuracy and loss of the weight average, and the mean final loss of the model.
-
-    The means are over the runs, and each mean excludes the runs without the value.
-    """
+    """Summarise the final `average_accuracy`, `loss` and `average_loss` over the runs."""
     last = [run_.evaluations[-1] for run_ in runs]
     accuracy = [row.average_accuracy for row in last if row.average_accuracy is not None]
     losses = [row.loss for row in last if row.loss is not None]

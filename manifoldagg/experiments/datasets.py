@@ -149,7 +149,7 @@ def digits() -> LabelledDataset:
 def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
     """Load images and labels from files in the IDX format, such as MNIST, Fashion-MNIST or KMNIST.
 
-    The model of the data set is a convolutional network.
+    The default model for such a data set is a convolutional network.
 
     Args:
         folder: the folder of the files, as for [`read_images`][manifoldagg.experiments.read_images]. The data set has
@@ -169,7 +169,7 @@ def idx(folder: Path | str, part: str | None = None) -> LabelledDataset:
 def fashion_mnist(folder: Path | str = FASHION_MNIST_FOLDER, part: str | None = None) -> LabelledDataset:
     """Load Fashion-MNIST from the files of the Debian package `dataset-fashion-mnist`.
 
-    The model of the data set is a convolutional network.
+    The default model for this data set is a convolutional network.
 
     Args:
         folder: the folder of the files.
@@ -189,8 +189,8 @@ def fashion_mnist(folder: Path | str = FASHION_MNIST_FOLDER, part: str | None = 
 def leaf(folder: Path | str, users: str = "user") -> LabelledDataset:
     """Load a data set of the LEAF benchmark, in which each sample belongs to a user.
 
-    The model is a convolutional network for images (FEMNIST) and a recurrent network for text (Shakespeare). For other
-    inputs, it is a multilayer perceptron.
+    The default model depends on the inputs. It is a convolutional network for images (FEMNIST), a recurrent network for
+    text (Shakespeare), and a multilayer perceptron for other inputs.
 
     Args:
         folder: a folder with JSON files, or with two folders `train` and `test` that contain JSON files. `test` is the

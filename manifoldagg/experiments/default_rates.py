@@ -1,4 +1,4 @@
-"""Default global learning rates of named methods, which are scaled to the number of clients and the concurrency."""
+"""Default global learning rates of federated methods, adjusted to the number of clients and the concurrency."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,10 @@
 """Models for data sets: a perceptron, convolutional networks, a recurrent network and transformers.
 
-`mlp`, `cnn` and `gru` are the default models of data sets. Four models reproduce those of papers: `lenet5` (OrthoFL and
-Report), `cnn7x7` and `blockcnn` (Queue), and `gpt` (Manifold).
+`mlp`, `cnn` and `gru` are the default models for data sets. Four other functions build the models of published papers:
+
+- `lenet5`: *Orthogonal Calibration for Asynchronous Federated Learning*
+- `cnn7x7` and `blockcnn`: *Optimizing Asynchronous Federated Learning*
+- `gpt`: *Aggregation on Learnable Manifolds for Asynchronous Federated Optimisation*
 """
 
 import math
@@ -40,14 +43,15 @@ def mlp(signature: Signature, *, hidden: int = 64) -> nn.Module:
 def cnn(signature: Signature, *, width: int = 16, dense: int = 64, norm: str = "none") -> nn.Module:
     """Build a convolutional network with two convolutions and two dense layers.
 
-    Each convolution has a 3 x 3 kernel, and is followed by ReLU and 2 x 2 max pooling. The paper Manifold uses such a
-    network (Figure 5).
+    Each convolution has a 3 x 3 kernel, and is followed by ReLU and 2 x 2 max pooling.
 
     Args:
         signature: the signature of a data set of images (channels, height, width) of at least 4 x 4 pixels.
         width: the number of channels of the first convolution. The second convolution has twice as many.
         dense: the number of units of the first dense layer.
         norm: the normalisation after each convolution: `"none"`, `"batch"`, or `"group"` with at most 8 groups.
+
+    Source: Manifold Figure 5, which shows such a network.
 
     Example:
         >>> cnn(Signature((1, 28, 28), classes=10), norm="batch")(torch.zeros(5, 1, 28, 28)).shape
@@ -75,15 +79,17 @@ def lenet5(signature: Signature, *, padding: int = 0, activation: str = "relu") 
     The convolutions have 6 and 16 channels. Each one is followed by the activation and 2 x 2 max pooling. The dense
     layers have 120, 84 and `classes` units.
 
-    The papers OrthoFL (Table 3) and Report (§3) use this model, but do not state the activation and the pooling. On
-    images of 28 x 28 pixels with 10 classes, it has 44,426 parameters. OrthoFL states 44 thousand parameters. With
-    `padding=2`, it has 61,706 parameters, as many as the original LeNet-5 for images of 32 x 32 pixels. The original
+    On grey images of 28 x 28 pixels with 10 classes, the model has 44,426 parameters. With `padding=2`, it has 61,706
+    parameters, as many as the original LeNet-5 for images of 32 x 32 pixels. The original differs from this model: it
     has scaled tanh activations, trainable average pooling and a sparse second convolution.
 
     Args:
         signature: the signature of a data set of images (channels, height, width) of at least 16 x 16 pixels.
         padding: the number of pixels around the image in the first convolution: 0, 1 or 2.
         activation: `"relu"` or `"tanh"`.
+
+    Source: OrthoFL Table 3 and Report §3, which do not state the activation and the pooling. OrthoFL states 44 thousand
+    parameters.
 
     Example:
         >>> model = lenet5(Signature((1, 28, 28), classes=10))
@@ -103,15 +109,17 @@ def lenet5(signature: Signature, *, padding: int = 0, activation: str = "relu") 
 
 
 def cnn7x7(signature: Signature) -> nn.Module:
-    """Build the convolutional network of the paper Queue for Fashion-MNIST and KMNIST (Section G.1).
+    """Build the network of the paper *Optimizing Asynchronous Federated Learning* for Fashion-MNIST and KMNIST.
 
-    Two 7 x 7 convolutions without padding have 20 and 40 channels, and each is followed by ReLU. After them come 2 x 2
-    max pooling and one dense layer. The model has no softmax layer, because the cross-entropy loss contains the
+    Two 7 x 7 convolutions without padding have 20 and 40 channels, and each is followed by ReLU. The last two layers
+    are 2 x 2 max pooling and a dense layer. There is no softmax layer, because the cross-entropy loss contains the
     softmax. On images of 28 x 28 pixels with 10 classes, the model has 65,850 parameters. The paper states neither the
     number of parameters nor the padding.
 
     Args:
         signature: the signature of a data set of images (channels, height, width) of at least 14 x 14 pixels.
+
+    Source: Queue G.1.
 
     Example:
         >>> model = cnn7x7(Signature((1, 28, 28), classes=10))
@@ -127,11 +135,11 @@ def cnn7x7(signature: Signature) -> nn.Module:
 
 
 def blockcnn(signature: Signature, *, groups: int = 8, dropout: float = 0.25) -> nn.Module:
-    """Build the convolutional network of the paper Queue for CIFAR-10 and CIFAR-100 (Section G.1).
+    """Build the network of the paper *Optimizing Asynchronous Federated Learning* for CIFAR-10 and CIFAR-100.
 
     The network has three blocks with 32, 64 and 128 channels. Each block contains two 3 x 3 convolutions, each followed
-    by ReLU and group normalisation. Each block ends with 2 x 2 max pooling and dropout. After the blocks come a dense
-    layer of 128 units with ReLU, dropout and the final dense layer.
+    by ReLU and group normalisation. Each block ends with 2 x 2 max pooling and dropout. Two dense layers follow the
+    blocks. The first one has 128 units, ReLU and dropout, and the second one computes the class scores.
 
     On images of 3 x 32 x 32 pixels with 10 classes, the model has 551,466 parameters. The paper does not state this
     number, the padding (here 1), the number of groups (by default 8), or whether ReLU follows the first dense layer.
@@ -140,6 +148,8 @@ def blockcnn(signature: Signature, *, groups: int = 8, dropout: float = 0.25) ->
         signature: the signature of a data set of images (channels, height, width) of at least 8 x 8 pixels.
         groups: the number of groups of each normalisation, a divisor of 32.
         dropout: the dropout rate.
+
+    Source: Queue G.1.
 
     Example:
         >>> model = blockcnn(Signature((3, 32, 32), classes=10))

@@ -25,15 +25,18 @@ YEAST_LABELS = 14
 def watch(users: str = "subject", length: int = 100) -> LabelledDataset:
     """Load shoulder exercises that were recorded with smartwatches, from the package seglearn.
 
-    The inputs are windows (6, length) of sensor data. They contain three axes of an accelerometer in g and three axes
-    of a gyroscope in rad/s, sampled at 50 Hz. Windows do not overlap, and incomplete windows are omitted. The label of
-    a window is one of seven exercises. With windows of 100 samples (2 s), the data set has 2,369 windows. Its model is
-    a multilayer perceptron.
+    The recordings have six channels and a sampling rate of 50 Hz. Three channels are the axes of an accelerometer in g,
+    and three are the axes of a gyroscope in rad/s. The recordings are cut into windows of `length` time steps. Windows
+    do not overlap, and an incomplete last window is omitted.
+
+    Each sample of the data set is one window with the shape (6, length). Its label is one of seven exercises. With 100
+    time steps (2 s) in a window, the data set has 2,369 samples. The default model for this data set is a multilayer
+    perceptron.
 
     Args:
         users: the users of the natural partition. `"subject"` gives one user per person (10 users). `"wrist"` gives one
             user per person and arm (20 users).
-        length: the number of samples in a window, at most 947, the length of the shortest recording.
+        length: the number of time steps in a window, at most 947, the length of the shortest recording.
 
     Raises:
         ArgumentError: if an argument is invalid, or if seglearn is not installed.

@@ -215,10 +215,10 @@ def draw_sweep(path: Path, frame: Any, *, option: str, title: str, metric: str =
 def draw_starts(
     path: Path, starts: Mapping[str, Sequence[StartEvaluation]], *, title: str, metric: str = "accuracy"
 ) -> None:
-    """Plot the accuracy and the loss of the start models that a few clients received.
+    """Plot the accuracy and the loss of the models from which a few clients started their training tasks.
 
-    Each row of panels shows one client. The horizontal axis counts the models that this client has received. The plot
-    shows the clients that received the most models over all methods.
+    Each row of panels shows one client. The horizontal axis counts the models that this client has received. If there
+    are many clients, the plot shows only those that received the most models, summed over all methods.
 
     Args:
         path: the path of the plot.
@@ -279,7 +279,7 @@ def draw_traces(path: Path, traces: Mapping[str, Sequence[TaskRecord[Any]]], *, 
 
 
 def draw_planes(path: Path, planes: Mapping[str, Plane], *, title: str) -> None:
-    """Plot the loss on several planes of one curve, one plane below another.
+    """Plot the loss on several planes of one curve, one below the other.
 
     Each plane has its own scale, and all planes share a legend.
     """
@@ -294,13 +294,10 @@ def draw_planes(path: Path, planes: Mapping[str, Plane], *, title: str) -> None:
 
 
 def _align_on_axis(seeds: Sequence[Sequence[Evaluation]], axis: str) -> tuple[np.ndarray, np.ndarray]:
-    """Align the evaluations of several seeds on a cost axis.
-
-    The result contains the costs of all evaluations in the range that every seed covers. It also contains the
-    accuracies (seeds, costs) at these costs.
-    """
+    """Return costs that the runs of all seeds cover, and the accuracies (seeds, costs) there."""
     places = [np.array([row.value_on(axis) for row in rows]) for rows in seeds]
     x = np.unique(np.concatenate(places))
+    # The seeds are evaluated at different costs. Only costs between their latest start and their earliest end remain.
     x = x[(x >= max(place[0] for place in places)) & (x <= min(place[-1] for place in places))]
     worth = [np.array([row.accuracy for row in rows]) for rows in seeds]
     latest = [np.searchsorted(place, x, side="right") - 1 for place in places]

@@ -190,15 +190,15 @@ def parse_methods(names: Sequence[str] | str) -> list[Spec]:
 
 @dataclass(frozen=True)
 class _Template:
-    """A method before its options are applied.
+    """A federated method (a server rule and a client trainer) before its options are applied.
 
     Attributes:
         label: the name of the method without options.
         make: the class of the rule, or a function that creates the rule.
-        fields: the arguments of `make` if the rule is a user's object, otherwise empty.
-        defaults: the default options of the rule and of the trainer.
-        trainer: the trainer of a user's method. If it is `None`, a name selects the trainer.
-        rate_field: the field that contains the global learning rate, or `None` if the rate is fixed.
+        fields: the default arguments of `make`: the fields of a finished rule in the user's module, otherwise empty.
+        defaults: the default text of options of the rule and of the trainer.
+        trainer: the trainer of a finished `Method` in the user's module. If it is `None`, a name selects the trainer.
+        rate_field: the option of the rule that is the global learning rate, or `None` if the rate is fixed.
     """
 
     label: str

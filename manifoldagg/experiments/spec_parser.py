@@ -1,4 +1,7 @@
-"""Parser of specs. A spec such as `name:option=value,option=value` selects an object by name and sets its options."""
+"""Parser of specs. A spec such as `name:option=value,option=value` selects an object by name and sets its options.
+
+In all functions of this module, the argument `where` is the start of error messages.
+"""
 
 import ast
 import importlib.util
@@ -42,9 +45,12 @@ WORDS = {"true": True, "false": False, "none": None, "inf": math.inf, "-inf": -m
 
 @dataclass(frozen=True)
 class Spec:
-    """A parsed spec: a name or `module:name`, and the text of each option.
+    """A parsed spec, which selects an object by name and sets its options.
 
-    The key `""` holds the text of an option without a name, such as `trace.csv` in `replay:trace.csv`.
+    Attributes:
+        name: the name, or `module:name` for an object in a user's module.
+        options: the text of each option, by the name of the option. An option without a name, such as `trace.csv` in
+            `replay:trace.csv`, has the key `""`.
     """
 
     name: str
@@ -64,9 +70,17 @@ OptionReaders: TypeAlias = Mapping[str, Mapping[str, Reader]]
 def parse_specs(where: str, text: str, known: Collection[str] | None = None) -> list[Spec]:
     """Parse a comma-separated list of names, each of which may have options.
 
-    `option=value` belongs to the name before it. If a name before a colon is not in `known`, it is the name of a user's
-    module, as in `module:name:option=value`. In all functions of this module, the argument `where` is the start of
-    error messages.
+    A colon separates a name from its first option, and commas separate further options. For example, the text
+    `asyncbezier:threshold=auto,degree=3,fedgs` contains `asyncbezier` with two options, and `fedgs` without options.
+
+    Args:
+        where: the start of error messages.
+        text: the text of the list.
+        known: the names that can be selected. With this argument, the list may also contain objects in a user's module,
+            as in `module:name:option=value`.
+
+    Raises:
+        ArgumentError: if the text contains no name, an option precedes the first name, or an option is given twice.
 
     Example:
         >>> [str(spec) for spec in parse_specs("methods", "fedasync, asyncbezier:threshold=auto, degree=3, fedgs")]
@@ -145,9 +159,9 @@ def parse_kwargs(
 ) -> dict[str, Any]:
     """Parse the text of options into keyword arguments for `factory`, a class or a function.
 
-    An option with a dot belongs to the value of another option. For example, `staleness=hinge,staleness.a=0.9` selects
-    the object `hinge` and sets its option `a`. Without `staleness=hinge`, `staleness.a=0.9` sets the option `a` of the
-    default object. If a parameter is annotated as a string or a path, its text is not parsed.
+    The value of an option can be an object with its own options, which are written with a dot. For example,
+    `staleness=hinge,staleness.a=0.9` selects the object `hinge` and sets its option `a`. `staleness.a=0.9` alone sets
+    the option `a` of the default object. Options that are annotated as strings or paths remain text.
 
     Args:
         where: the start of an error message.
@@ -211,10 +225,7 @@ def _parse_option(
     default: Any,
     option_readers: OptionReaders,
 ) -> Any:
-    """Parse the value of one option.
-
-    If `text` is `None`, the result is the default value, in which `options` replace fields.
-    """
+    """Parse the text of an option. Without a text, apply `options` to the default object."""
     here = f"{where}: {parameter.name}"
     readers = option_readers.get(parameter.name, {})
     if text is None:
@@ -270,9 +281,17 @@ def reader(factory: Callable[..., Any], *, option_readers: OptionReaders | None 
 
 
 def parse_value(where: str, text: str, readers: Mapping[str, Reader], noun: str = "") -> Any:
-    """Parse a name with its options, and build the value that the name stands for.
+    """Build an object from a spec, which is a name with options such as `name:option=value`.
 
-    If `readers` has the key `MODULE_NAME`, the name may also have the form `module:name`.
+    Args:
+        where: the start of error messages.
+        text: the spec.
+        readers: for each name, a function that builds the object from its options. If the key `MODULE_NAME` exists, the
+            name in the spec may also be `module:name`, an object in a user's module.
+        noun: the kind of object in the message about an unknown name. The default is `where`.
+
+    Raises:
+        ArgumentError: if the spec is invalid. If the name is unknown, the message suggests the nearest known name.
     """
     chosen = parse_spec(where, text, readers)
     here = f"{where}: {chosen.name}"
@@ -333,9 +352,10 @@ def import_object(where: str, text: str, noun: str) -> Any:
 def user_reader(
     noun: str, kind: Any = object, *, num_arguments: int = 0, option_readers: OptionReaders | None = None
 ) -> dict[str, Reader]:
-    """Return a reader for objects in a user's module, under the key `MODULE_NAME`.
+    """Return a reader for objects in a user's module.
 
-    The reader receives `module:name` and options. It builds a value that depends on the object:
+    A reader is a function that builds a value from the text of options. This reader imports the object `module:name`.
+    The value depends on the object:
 
     | object | value |
     | --- | --- |
@@ -343,8 +363,16 @@ def user_reader(
     | a function with `num_arguments` required arguments, if that is not 0 | the function, with the options bound |
     | any other object | the object; the options replace fields of a dataclass |
 
-    The value must be an instance of `kind`, or a function if `num_arguments` is not 0. Error messages describe the
-    expected value by `noun`, such as "a correction".
+    For an instance of a dataclass, the value is a copy in which the options replace the values of fields.
+
+    Args:
+        noun: the description of the expected value in error messages, such as "a correction".
+        kind: the class of the value. The reader raises an `ArgumentError` for other values.
+        num_arguments: the number of required arguments if the value may also be a function, otherwise 0.
+        option_readers: the readers of options whose values are objects.
+
+    Returns:
+        A dictionary with the reader under the key `MODULE_NAME`, which can be merged with readers of other names.
 
     Example:
         >>> read = user_reader("a weight")[MODULE_NAME]

@@ -66,13 +66,14 @@ def mean_ci(values: Sequence[float]) -> MeanCI:
 
 
 def compare_with(scores: pd.DataFrame, method: str) -> pd.DataFrame:
-    r"""Test whether one method scores higher than each other method, with Wilcoxon's one-sided signed-rank test.
+    r"""Test whether one method scores higher than the others, with Wilcoxon's one-sided signed-rank test.
 
-    Let $d$ be the score of `method` minus the score of the other method on the same problem and seed. The null
+    The function performs one test for each of the other methods. Two scores form a pair if they belong to the same
+    problem and seed. Let $d$ be the score of `method` minus the score of the other method in a pair. The null
     hypothesis is that the distribution of $d$ is symmetric about 0. The alternative is that $d$ tends to be positive.
 
     - Holm's correction covers the tests of `method` with all other methods.
-    - Two methods are not tested if they have fewer than 15 pairs of problem and seed in common.
+    - Methods with fewer than 15 pairs of scores are not tested.
     - Equal scores, rounding and the choice of the exact test are as in `compare_pairs`.
 
     Choose `method` before you see the scores. Otherwise, use the two-sided tests of `compare_pairs`.
@@ -99,11 +100,13 @@ def compare_with(scores: pd.DataFrame, method: str) -> pd.DataFrame:
 
 
 def compare_pairs(scores: pd.DataFrame) -> pd.DataFrame:
-    """Test all pairs of methods on their common problems and seeds, with Wilcoxon's two-sided signed-rank test.
+    """Test whether the scores of any two methods differ, with Wilcoxon's two-sided signed-rank test.
 
-    - Holm's correction covers all tests, because no method is chosen in advance.
-    - Two methods are not tested if they have fewer than 15 pairs of problem and seed in common.
-    - The test ignores a problem and seed if both methods have the same score.
+    The test uses the differences between two methods' scores on the same problem with the same seed.
+
+    - Holm's correction covers the tests of all methods, because no method is chosen in advance.
+    - Two methods with fewer than 15 common scores are not tested.
+    - Differences of 0 are ignored.
     - Differences are rounded to 12 decimals, so that rounding errors do not break ties.
     - SciPy's test is exact for up to 50 differences without ties, and for up to 13 differences with ties. For more
       differences, the test uses the normal approximation with the variance corrected for ties.

@@ -32,8 +32,9 @@ def load_sweep(folders: Iterable[Path | str], option: str) -> pd.DataFrame:
     - a setting of a comparison, such as `concurrency` or `clients`;
     - an option of a setting, such as `partition.concentration` for `--partition dirichlet:concentration=0.5`;
     - an option of methods, such as `epochs` for `--methods fedasync:epochs=1`. Methods that differ only in this option
-      are one method of the sweep, and methods without it are omitted. A value with several parts, such as `epochs=4+2`,
-      counts as its first part.
+      are treated as the same method. Methods without this option are omitted.
+
+    If a value has several parts, such as `epochs=4+2`, only the first part is used.
 
     Returns:
         A row for each method and value, sorted by value: `method`, `value`, `seeds`, `mean`, `low` and `high`. The last

@@ -55,7 +55,7 @@ class Tuning:
     """The settings for tuning the global learning rates of methods before a comparison.
 
     Attributes:
-        seeds: the seeds of the tuning runs, which the comparison must not use.
+        seeds: the seeds of the tuning runs. The comparison must use other seeds.
         validation: the fraction of the training samples on which tuning runs are evaluated. If the comparison sets a
             validation fraction, tuning uses that fraction instead. Tuning never uses the test set.
         length: the length of a tuning run as a fraction of the length of a run in the comparison. The fraction applies
@@ -79,9 +79,9 @@ class Tuning:
         duration: float | None = None,
         **options: Any,
     ) -> tuple[list[Method], dict[str, object]]:
-        """Tune the rates of the methods. Return the tuned methods, and the search results as JSON values.
+        """Tune the global learning rate of each method with a line search.
 
-        The result of a method with a fixed rate is `"by hand"`. The result of a method without a rate is `None`.
+        A method is not tuned if its rate is fixed, or if it has no rate.
 
         Args:
             methods: the methods. Their rates are the starts of the searches.
@@ -91,6 +91,11 @@ class Tuning:
             num_updates: the number of updates of a run of the comparison.
             duration: the duration of a run of the comparison, in seconds.
             options: further arguments of `tune`.
+
+        Returns:
+            The methods with their tuned rates, and a dictionary of JSON values. The dictionary contains the settings of
+            the search. Its entry `"methods"` contains the tried rates of each method with their scores. The entry of a
+            method is `"by hand"` if its rate is fixed, and `None` if it has no rate.
 
         Raises:
             ArgumentError: for the same reasons as in `tune`, if `seeds` is empty, or if the comparison uses one of the
@@ -118,10 +123,9 @@ class Tuning:
 
 
 def tuning_seeds(used_seeds: range, count: int) -> range:
-    """Return `count` consecutive seeds that a comparison with `used_seeds` does not use.
+    """Return `count` consecutive seeds for tuning, none of which is in `used_seeds`.
 
-    The first seed is usually 100. If the comparison uses one of the resulting seeds, the first seed is instead the one
-    after the comparison's last seed.
+    The seeds start at 100. If this range overlaps with `used_seeds`, the seeds instead start after the last used seed.
 
     Example:
         >>> tuning_seeds(range(5), 2), tuning_seeds(range(98, 103), 2)
@@ -150,10 +154,10 @@ class Search:
 
     @property
     def best_power(self) -> int:
-        """The exponent of the tried rate with the highest mean score.
+        """The integer k for which the rate `start` times $2^k$ has the highest mean score.
 
-        If several exponents have this score, the exponent nearest to 0 is selected. If two of them are equally near,
-        the lower exponent is selected. If all scores are 0, the lowest exponent is selected.
+        If several rates have this score, the k nearest to 0 is selected. If two of them are equally near to 0, the
+        negative k is selected. If all scores are 0, the lowest k is selected.
         """
         means = {power: statistics.fmean(scores) for power, scores in self.scores.items()}
         if not any(means.values()):
@@ -181,13 +185,14 @@ class Search:
 def line_search(
     score: Callable[[float], Sequence[float]], start: float, *, max_doublings: int = MAX_DOUBLINGS
 ) -> Search:
-    r"""Search for the best rate among $s\,2^k$ for integers $k$, starting with $k = -1, 0, 1$.
+    r"""Search for the rate with the highest mean score by doubling and halving the rate `start`.
 
-    The search ends when it has tried both neighbours of the best rate. It does not try rates with $|k|$ above
-    `max_doublings`. If all scores are 0, the search continues with lower rates.
+    With $s$ for `start`, the search tries the rates $s\,2^k$ for integers $k$. It begins with $k = -1, 0, 1$ and ends
+    when it has tried both neighbours of the best rate, or reached the limit on $|k|$. While all scores are 0, it
+    continues with lower rates.
 
     Args:
-        score: a function of a rate that returns a score >= 0 for each repetition. The search compares mean scores.
+        score: a function of a rate that returns a score >= 0 for each repetition.
         start: the first rate $s$.
         max_doublings: the largest $|k|$.
 
@@ -237,10 +242,10 @@ def tune(
     cache: Path | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Search | None:
-    """Search for the global learning rate of a method that has the highest mean `tail_accuracy`.
+    """Search for the global learning rate with which a method has the highest mean `tail_accuracy`.
 
-    Each rate is tried in one run on each federated data set. If the rule rejects a rate, or the method fails in a run,
-    the score is 0.
+    The search simulates one run of each tried rate on each federated data set. A run has the score 0 if the rule
+    rejects the rate, the training diverges, or the rule raises a `RuleError`.
 
     Args:
         method: the method. Its rate is the start of the search.
@@ -260,7 +265,8 @@ def tune(
             all its inputs, including the contents of data and files. Functions are identified by their names.
         progress: a function that is called with the method's name and rate, and the seed, after each update.
 
-    The result is `None` if the method has no rate or a fixed rate.
+    Returns:
+        The tried rates with their scores, or `None` if the method has no rate or a fixed rate.
 
     Raises:
         ArgumentError: for the same reasons as in `run`, if `rate_field` of the method is not a field of its rule, if a
@@ -337,9 +343,12 @@ def with_rate(method: Method, rate: float) -> Method:
 
 
 def with_option(method: Method, option: str, value: Any) -> Method:
-    """Return the method with another value of an option of its rule.
+    """Return a copy of a federated method in which one option of the server's rule has another value.
 
-    The name of the option can be a dotted path, such as `"rule.rate"` for an option of a wrapped rule.
+    Args:
+        method: the method, which consists of a rule and a trainer.
+        option: the name of the option. If the rule wraps another rule, `"rule.rate"` is the rate of the inner rule.
+        value: the new value.
 
     Raises:
         ArgumentError: if the rule has no such option.

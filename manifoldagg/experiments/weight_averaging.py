@@ -23,8 +23,9 @@ __all__ = ["WeightAveraging"]
 class WeightAveraging:
     """The settings of the weight average ([`SWA`][manifoldagg.averaging.SWA]) that every run of a comparison computes.
 
-    The average contains every model version from `start` on whose number is a multiple of `cycle`. It does not change
-    the model, unless `period` is set.
+    The server numbers the versions of its model. The average includes each version whose number is at least `start` and
+    a multiple of `cycle`. By default, the average is evaluated, but it does not change the model. With `period`, the
+    average replaces the model at regular intervals.
 
     Args:
         start: the first version. A number below 1 is a fraction of the versions of a run. A run has `num_updates`

@@ -1,7 +1,7 @@
-"""Schedulers, delays, availability traces and partitions by name, such as `priority:workers=2`.
+"""Functions that build schedulers, delays, availability changes and partitions from text like `priority:workers=2`.
 
-If a name is unknown, the functions raise an `ArgumentError` that suggests the nearest known name. If the value of an
-option is invalid, they also raise an `ArgumentError`.
+The text is a name with options. If the name is unknown or an option is invalid, the functions raise an `ArgumentError`.
+For an unknown name, the message suggests the nearest known name.
 """
 
 import hashlib
@@ -61,7 +61,9 @@ UNBOUNDED = 2**62
 
 
 def scheduler(text: str) -> SchedulerFactory:
-    """Return the named scheduler as a function of the clients and a random generator.
+    """Build a function that creates a scheduler, from a text such as `independent:delays=uniform,delays.low=1`.
+
+    The function has two arguments: the clients and a random generator. The text has one of these names:
 
     | name | options |
     | --- | --- |
@@ -70,6 +72,9 @@ def scheduler(text: str) -> SchedulerFactory:
     | `jackson` | `rates`: a number, or a CSV file as for `manifoldagg route`; `concurrency` |
     | `replay` | `path`: a trace file |
     | `module:name` | the arguments of your own function, except for the clients and the generator |
+
+    The options of a delay have the prefix `delays` and a dot, such as `delays.low=1` for the delay `uniform`. The rates
+    are in units of work per second. `concurrency` is the largest number of tasks in flight, by default unlimited.
 
     Example:
         >>> make = scheduler("independent:delays=uniform,delays.low=1,delays.high=3")
@@ -106,12 +111,19 @@ def delays(text: str) -> Delay | DelayFactory:
 
 
 def availability(text: str) -> list[AvailabilityChange[int | str]] | AvailabilityFactory:
-    """Return the named changes of client availability: a list, or a function that generates them.
+    """Return the times at which clients become available or unavailable.
 
-    - `churn:up=200,down=40,until=1000` generates random failures and returns with
-      [`churn`][manifoldagg.simulation.churn]. `up` and `down` are means of exponential distributions, or names of other
-      distributions, such as `up=uniform,up.low=100,up.high=300`.
+    The text has one of these forms:
+
+    - `churn:up=200,down=40,until=1000` generates random times with [`churn`][manifoldagg.simulation.churn]. Each client
+      is repeatedly available and then unavailable. By default, both durations have exponential distributions with the
+      means `up` and `down` in seconds. An option can also name another distribution, such as
+      `up=uniform,up.low=100,up.high=300`.
     - `file:changes.csv` reads a CSV file with the columns `time`, `client` and `kind`.
+    - `module:name` is your own list of changes, or your own function of the clients and a generator.
+
+    Returns:
+        A list of changes, or a function of the clients and a generator that returns such a list.
 
     Example:
         >>> make = availability("churn:up=deterministic,up.seconds=3,down=1e9,until=5")
