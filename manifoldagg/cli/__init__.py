@@ -1,3 +1,3 @@
-"""The command line `manifoldagg`, with one module for each command, such as `compare` and `merge`."""
+"""The command-line interface `manifoldagg`, with one module for each command, such as `compare` and `merge`."""
 
 __all__: list[str] = []

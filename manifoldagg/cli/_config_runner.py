@@ -91,13 +91,11 @@ def _is_typed(context: Any, name: str) -> bool:
 
 
 def _rebase_paths(folder: Path, option: str, text: str) -> str:
-    """Convert the paths in a spec to paths relative to `folder`. They were relative to the working directory.
-
-    A path that exists only in `folder` is also converted. The command then reports a missing file instead of reading
-    the wrong file.
-    """
+    """Make the paths in an option relative to `folder` instead of the working directory."""
     spec = parse_spec(option, text)
     exists = Path.exists if spec.name in DATASETS else Path.is_file
+    # A path that exists only in `folder` is also converted. The command runs in `folder`, where it then reports a
+    # missing file instead of reading a file that the user did not mean.
     moved = {
         name: os.path.relpath(value, folder.resolve())
         for name, value in spec.options.items()

@@ -16,8 +16,8 @@ __all__ = ["doctor_command", "flower_status", "kernel_table"]
 def doctor_command() -> None:
     """Report which kernels work on this machine, which kernel is selected, and why.
 
-    The command measures the time of each backend. If necessary, it builds the compiled kernels first. If Flower is
-    installed, the command also reports whether `flwr run` can simulate nodes.
+    The command measures the time of each backend. If necessary, it builds the compiled kernels first. The command also
+    reports whether `flwr run` can simulate nodes, if that program is installed.
     """
     with graceful_shutdown():
         rows = describe_backends()

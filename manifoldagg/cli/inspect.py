@@ -42,12 +42,12 @@ def inspect_command(
 
     The command prints:
 
-    - the versions of the format and of the model
-    - the clients
-    - the staleness of the accepted updates
-    - the last rejections with their reasons
-    - the number of records of each kind
-    - the size
+    - the size and the format version of the file
+    - the version of the model
+    - the clients that the server knows
+    - the number of accepted updates for each value of the staleness
+    - the number of rejections, and the reasons of the last ones
+    - for a journal, the number of records of each kind
 
     The command does not keep models in memory. It neither locks nor modifies a file, so it can inspect the journal of a
     running server.
@@ -77,15 +77,23 @@ def inspect_command(
 
 @dataclass
 class Summary:
-    """The summary of a checkpoint or a journal that the command `inspect` prints.
+    """The summary of a checkpoint or a journal of a server, which the command `inspect` prints.
 
-    - `version`: the version of the model after the last record.
-    - `num_updates`: the number of accepted updates, or `None` if the file does not contain it.
-    - `clients`: the clients with a ticket, an update or a weight.
-    - `staleness`: the number of accepted updates with each staleness.
-    - `counts`: the number of rejections for each invalid field.
-    - `records`: the number of records of each kind.
-    - `damage`: the error message if the file is corrupted, otherwise empty.
+    Attributes:
+        path: the path of the checkpoint or the journal.
+        kind: `"checkpoint"` or `"journal"`.
+        formats: the versions of the file format.
+        num_bytes: the total size of the files.
+        version: the number of the server's latest model. It is `None` if the file does not contain it.
+        num_updates: the number of accepted updates. It is `None` if the file does not contain it.
+        clients: the known clients, as the keys of a dictionary that preserves their order.
+        staleness: the number of accepted updates for each value of the staleness.
+        rejections: the client and the reason of each rejected update or ended task. Records of a journal contain the
+            ticket (the identifier of the task) instead of the client.
+        counts: the number of rejected updates by the field of the update that was invalid.
+        records: the number of records by kind. It is empty for a checkpoint.
+        notes: a message for each incomplete write at the end of a file.
+        damage: the error message if a file is corrupted, otherwise an empty string.
     """
 
     path: Path
@@ -160,9 +168,9 @@ class Summary:
 
 
 def read(path: Path, summary: Summary) -> Iterator[dict[str, Any]]:
-    """Read a checkpoint or a journal, and add its content to `summary`.
+    """Yield the entries of a checkpoint or a journal, and count them in `summary`.
 
-    For a checkpoint, the function yields the rows of the history. For a journal, it yields the records.
+    The entries of a journal are its records. The entries of a checkpoint are the rows of the server's update history.
 
     Raises:
         ArgumentError: if the path is neither a checkpoint nor a journal.
