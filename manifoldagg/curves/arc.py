@@ -28,16 +28,19 @@ MAX_BISECTIONS = 52
 
 
 def arc_length(speed: Speed, edges: Sequence[float]) -> Float[Tensor, ""]:
-    """Compute the length of a curve by integrating its speed from the first to the last of the `edges`.
+    """Compute the length of a curve as the integral of its speed, by adaptive quadrature.
 
-    The quadrature rule is a composite Gauss-Legendre rule with 16 nodes per panel. The function bisects a panel until
-    its integral agrees with the sum of the integrals over its two halves. A kink or a cusp of the curve therefore
-    requires only a few more panels. If the speed is equally accurate, the relative error of the length is 1e-12. The
-    length is differentiable with respect to the tensors on which `speed` depends.
+    The relative error of the length is 1e-12, provided that `speed` is also accurate to 1e-12. The length is
+    differentiable with respect to the tensors on which `speed` depends.
+
+    The function divides the interval of integration into panels, and applies a Gauss-Legendre rule with 16 nodes to
+    each panel. It bisects a panel until its integral agrees with the sum of the integrals over its two halves. A kink
+    or a cusp of the curve therefore requires only a few more panels.
 
     Args:
         speed: a function from parameters (m, 16) to speeds.
-        edges: the ascending edges of the initial panels. Every jump of the speed must be an edge.
+        edges: the ascending edges of the initial panels. The first and the last edge are the limits of integration.
+            Every jump of the speed must be an edge.
 
     Raises:
         ArgumentError: if the length is not finite.

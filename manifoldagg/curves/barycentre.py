@@ -56,8 +56,8 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
     """Compute the weighted Karcher mean of n points on a manifold, for each entry of a batch.
 
     The points have the shape (*batch, n, *shape), and the weights have the shape (*batch, n). The means have the shape
-    (*batch, *shape) and the dtype float64. Their first and second derivatives with respect to the points and the
-    weights are correct, also inside `torch.func` transforms.
+    (*batch, *shape) and the dtype float64. They have correct first and second derivatives with respect to the points
+    and the weights, even inside `torch.func` transforms. On a curved space, higher derivatives are wrong.
 
     Raises:
         DivergenceError: if a mean is not found.
@@ -74,11 +74,7 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
 
 
 def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
-    """Compute weighted Karcher means on a manifold that is not a product of manifolds.
-
-    The derivatives of a mean follow from implicit differentiation of the equation that defines it. This equation states
-    that the weighted sum of the logarithms of the points at the mean is 0.
-    """
+    """Compute weighted Karcher means on a manifold that is not a product of manifolds."""
     axis = -1 - len(space.shape)
     factor = weights.reshape(*weights.shape, *(1 for _ in space.shape))
     # On a flat space, the mean has a closed form.
@@ -90,14 +86,14 @@ def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
     if not needs_autograd_path([points, weights]):
         return mean
 
+    # At the mean m, the weighted sum of the logarithms log_m(p_i) of the points p_i is 0. The derivatives of the mean
+    # follow from implicit differentiation of this equation.
     def equation(u: Tensor, points: Tensor, factor: Tensor) -> Tensor:
-        r"""Compute the residual $F(u)$ of the equation that defines the mean $m$, at a displacement $u$ from $m$.
-
-        The residual is the component of $u$ normal to the manifold, minus a weighted sum of logarithms. These are the
-        logarithms of the points at $\exp_m(v)$, where $v$ is the tangent component of $u$. Their sum is projected onto
-        the tangent space at $m$. Because $m$ is the mean, $F(0) = 0$. The normal component makes the derivative of $F$
-        invertible.
-        """
+        """Compute the residual of the equation that defines the mean, at the offset `u` from it."""
+        # Let v be the component of u that is tangent to the manifold at m. The function evaluates the weighted sum of
+        # the logarithms at the base point exp_m(v), and projects it onto the tangent space at m. The result is this
+        # projection, with a minus sign, plus the normal component of u. It is 0 at u = 0. The normal component makes
+        # the derivative with respect to u invertible.
         m = mean.expand_as(u)
         tangent = space._project_tangent(m, u)
         base = space._exp(m, tangent).unsqueeze(axis).expand_as(points)
@@ -124,11 +120,10 @@ def _leaf_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
 
 
 class _KarcherMeanFunction(torch.autograd.Function):
-    """The computation of Karcher means as an autograd function, so that it supports `vmap`.
+    """Autograd function for Karcher means, with a `vmap` rule but without derivatives."""
 
-    The function defines no derivatives, because `_leaf_mean` adds the derivatives to its result.
-    """
-
+    # `karcher_mean` branches on the values of tensors, which `vmap` does not support. The class therefore defines its
+    # own rule. `_leaf_mean` adds the derivatives to the result.
     @staticmethod
     def forward(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
         # Rounding can make a weight slightly negative. `karcher_mean` rejects every negative weight.

@@ -28,8 +28,8 @@ def refresh_buffers(
 
     The parameters are usually a point of a curve between models. All batches have the same weight, as in
     `torch.optim.swa_utils.update_bn`. All layers except BatchNorm are in evaluation mode, so dropout is inactive and no
-    random numbers are drawn. The function does not change the parameters, the buffers and the training modes of
-    `model`. If the model has no BatchNorm layers, the function does not read the batches.
+    random numbers are drawn. The function does not change the parameters, buffers or training modes of `model`. If the
+    model has no BatchNorm layers, the function does not read the batches.
 
     Args:
         space: the space of the model's parameters.
@@ -68,8 +68,14 @@ def refreshed_buffers(
 ) -> dict[str, Tensor]:
     """Compute the buffers of a model for given parameters, with new statistics for its BatchNorm layers.
 
-    The model is part of `loss`, and its parameters are `point`. The statistics of the BatchNorm layers `norms` are
-    averages over `batches`. All other buffers remain unchanged.
+    The function runs the model on all batches, and averages the BatchNorm statistics over them. The result contains all
+    other buffers with their current values. The function does not modify the model.
+
+    Args:
+        loss: a loss that contains the model.
+        point: the parameters (P,) of the model.
+        batches: the inputs of the model, as in [`refresh_buffers`][manifoldagg.curves.refresh_buffers].
+        norms: the BatchNorm layers of the model. If there are none, `batches` is not read.
 
     Raises:
         ArgumentError: if a batch does not have a type that [`refresh_buffers`][manifoldagg.curves.refresh_buffers]

@@ -37,8 +37,8 @@ MAX_ITERATIONS = 100
 def weights(degree: int, t: Any) -> list[Any]:
     r"""Compute the Bernstein weights $\binom{n}{i} t^i (1-t)^{n-i}$ of degree $n$ at $t$, for i = 0, …, n.
 
-    The parameter $t$ can be a number, an array, a tensor or a symbolic variable. For the degree -1, the list of weights
-    is empty.
+    The parameter $t$ can be a number, an array, a tensor or a symbolic variable. If the degree is -1, the result is an
+    empty list.
 
     Example:
         >>> weights(2, 0.5)
@@ -62,9 +62,13 @@ def basis(degree: int, t: Float[Tensor, "*batch"]) -> Float64[Tensor, "*batch n"
 
 
 def sqrt_quadratic_form(inner: Float64[Tensor, "..."], at: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    r"""Compute the square root of a quadratic form, $\sqrt{w^\top G\, w}$, for a batch of vectors $w$.
+    r"""Compute $\sqrt{w^\top G\, w}$ for a batch of vectors $w$ and positive semi-definite matrices $G$.
 
-    The vectors are `at`, and the matrix $G$ is `inner`. Where the square root is 0, its derivative is set to 0.
+    Where the result is 0, its derivative is set to 0.
+
+    Args:
+        inner: the matrices $G$, (..., n, n).
+        at: the vectors $w$, (..., n).
     """
     value = torch.einsum("...i,...ij,...j->...", at, inner, at)
     # The argument of the root is replaced before the root is taken. Otherwise the derivative at 0 would be NaN.
@@ -73,12 +77,16 @@ def sqrt_quadratic_form(inner: Float64[Tensor, "..."], at: Float64[Tensor, "..."
 
 
 def product_coefficients(table: Sequence[Sequence[Any]] | Tensor) -> list[Any]:
-    r"""Compute the Bernstein coefficients of a product of two polynomials of the degrees p and q.
+    r"""Compute the Bernstein coefficients of the product of two polynomials of the degrees p and q.
 
-    If the factors have the Bernstein coefficients $b_i$ and $d_j$, their product is $\sum_{ij} B_i^p(t)\, B_j^q(t)\,
-    a_{ij}$ with $a_{ij} = b_i d_j$. Here, $B_i^p$ is the $i$-th Bernstein polynomial of degree p. The product has the
-    degree p + q and the Bernstein coefficients $c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} /
-    \binom{p+q}{m}$. The formula for $c_m$ also holds if the entries $a_{ij}$ are not products of two numbers.
+    Let $b_i$ and $d_j$ be the Bernstein coefficients of the two polynomials. The argument `table` contains their
+    products $a_{ij} = b_i d_j$. The product of the polynomials has the degree p + q and the Bernstein coefficients
+
+    $$c_m = \sum_{i+j=m} \binom{p}{i} \binom{q}{j}\, a_{ij} / \binom{p+q}{m}.$$
+
+    The entries $a_{ij}$ need not be such products. The $c_m$ are then the Bernstein coefficients of the polynomial
+    $\sum_{ij} a_{ij}\, B_i^p(t)\, B_j^q(t)$, where $B_i^p$ is the $i$-th Bernstein polynomial of degree p. For example,
+    the squared norm of the points of a Bézier curve has this form. Its table is the Gram matrix of the control points.
 
     Args:
         table: p + 1 rows of q + 1 entries $a_{ij}$: numbers, symbols or arrays.

@@ -90,10 +90,10 @@ class BezierSpline(CurveEmbedding):
         return self._derivative(phi, t, 1) if self.space.flat else super().velocity(phi, t)
 
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
-        r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ of the curve $\iota_\varphi$ at `t`.
+        r"""Compute the covariant acceleration $\nabla_{b'} b'$ of the curve $b = \iota_\varphi$ at `t`.
 
-        On a flat space, the covariant acceleration is the second derivative $\iota_\varphi''(t)$. At a joint of two
-        pieces, the result is the acceleration of the piece that starts there.
+        On a flat space, this is the second derivative $b''(t)$. If `t` is a joint, where one Bézier piece of the curve
+        ends and the next one starts, the result is the acceleration of the next piece.
         """
         self._check_phi(phi)
         return self._derivative(phi, t, 2) if self.space.flat else super().acceleration(phi, t)
@@ -272,12 +272,15 @@ class Bezier(BezierSpline):
         return torch.stack(before), torch.stack(after[::-1])
 
     def elevate(self, phi: Phi, times: int = 1) -> Points:
-        r"""Return the control points of the same curve, as a Bézier curve of higher degree.
+        r"""Raise the degree of the curve, and return the new control points.
 
-        The result belongs to `Bezier(space, degree + times)`. To raise the degree from n to n + 1, the method retains
-        both ends and computes n new inner control points $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$. Here,
-        $\gamma(x, y; s)$ is the point at the fraction $s$ of the geodesic from $x$ to $y$. On a curved space, the old
-        and the new curve have the same end points, and they differ by an error of third order in the size of the curve.
+        The result belongs to `Bezier(space, degree + times)`. On a flat space, the new curve is equal to the old one.
+        On a curved space, it has the same end points, but only approximates the old one. If the distances between the
+        control points are of order $h$, the error is $O(h^3)$.
+
+        To raise the degree from n to n + 1, the method retains both ends. It computes the n inner control points as
+        $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$ for i = 1, …, n. Here, $\varphi_i$ are the old control
+        points, and $\gamma(x, y; s)$ is the point at the fraction $s$ of the geodesic from $x$ to $y$.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -364,10 +367,12 @@ class Bezier(BezierSpline):
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
         r"""Find the nearest point of the curve for each given point, as a parameter $t \in [0, 1]$ and a distance.
 
-        On a flat space, the squared distance from a given point to the curve is a polynomial of degree 2n in $t$. The
-        method compares its values at both ends of the curve and at all roots of its derivative. The result is therefore
-        the global minimum, up to the rounding of the coefficients. On a curved space, the method evaluates 32
-        parameters per control point and refines the best one. It can therefore miss the global minimum.
+        On a flat space, the squared distance from a given point to the curve is a polynomial of degree 2n in $t$, where
+        n is the degree of the curve. The method compares the values of this polynomial at both ends of the curve and at
+        all roots of its derivative. The result is therefore the global minimum, up to the rounding of the coefficients.
+
+        On a curved space, the method evaluates the distance on a grid with 32 values of $t$ per control point. It then
+        searches for the minimum near the best value of the grid. It can therefore miss the global minimum.
 
         Args:
             phi: control points (degree + 1, *space.shape).

@@ -167,8 +167,8 @@ class Complex(Hull):
         r"""Compute the log-volume of the complex, which a fit can use as a regulariser.
 
         Let $V_f$ be the volume of face $f$. By default, the result is $\log \sum_f V_f$, the logarithm of the total
-        volume. With `by="face"`, the result is $\sum_f \log V_f$. As a regulariser, this sum also prevents single faces
-        from collapsing, because it is $-\infty$ if the volume of any face is 0.
+        volume. With `by="face"`, the result is $\sum_f \log V_f$. As a regulariser, this sum also prevents individual
+        faces from collapsing, because it is $-\infty$ if the volume of any face is 0.
 
         Raises:
             ArgumentError: if the space is curved, `phi` is invalid, or the volumes of faces of different dimensions
@@ -190,8 +190,8 @@ class Complex(Hull):
     ) -> Float[Tensor, "size ..."]:
         r"""Compute the gradient of `log_volume` with respect to the vertices, $\sum_f s_f\, \partial \log V_f$.
 
-        The sum is over the faces $f$ with the volumes $V_f$. By default, the factor $s_f$ is the fraction of the face
-        in the total volume, $s_f = V_f / \sum_g V_g$. With `by="face"`, the factor is $s_f = 1$.
+        In this sum, $V_f$ is the volume of face $f$, and $s_f$ is its weight. By default, the weight is the volume of
+        the face divided by the total volume, $s_f = V_f / \sum_g V_g$. With `by="face"`, all weights are 1.
         """
         check_choice("by", by, ("face", "volume"))
         self._check_phi(phi)
@@ -224,9 +224,14 @@ class Complex(Hull):
         return chosen[0], nearest
 
     def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
-        """Normalise the barycentric coordinates `x` (*batch, V) to the sum 1, and return them in float64.
+        """Return the float64 weights of the vertices at the barycentric coordinates `x` (*batch, V).
 
-        The results are the weights of the vertices in the weighted mean that defines a point.
+        The weights are the coordinates divided by their sum, which may differ from 1 by rounding errors. They define
+        a point as the weighted mean of the vertices.
+
+        Raises:
+            ArgumentError: if `x` does not contain barycentric coordinates, or no face contains all vertices with
+                nonzero coordinates.
         """
         self._containing_face(x)
         return super().weights(x)

@@ -23,16 +23,15 @@ __all__ = ["Control", "FreePoints", "initial_points"]
 
 @dataclass(frozen=True)
 class Control:
-    r"""Settings of a fit for the inner control points of an embedding, such as a curve.
+    r"""Settings of a fit for the inner control points of an embedding, such as a curve of models.
 
-    The inner control points are all control points except the first and the last one. In the description of the
-    options, $\Theta^t$ is the base point, at which the fit starts. The chord is the straight line, or on a curved space
-    the geodesic, from the first to the last control point.
+    The control points are a sequence of models that define the embedding. The inner control points are all of them
+    except the first and the last one.
 
     Args:
         rate: the learning rate of the inner points. The default is the learning rate of the end points.
-        start: the initial inner points of the second phase. `"chord"` spaces them equally on the chord, and `"base"`
-            sets all of them to $\Theta^t$.
+        start: the initial inner points of the second phase. `"chord"` spaces them equally on the chord, which is the
+            geodesic from the first to the last control point. `"base"` sets all of them to the first control point.
         projection: $\gamma \in [0, 1]$, the fraction of the motion along the chord that is removed from the inner
             points. The fit returns the points after this removal. The option requires a flat space.
         free: the indices of the trainable points. The default is all points except the first and the last.
@@ -157,9 +156,10 @@ class FreePoints:
         return [{"params": [self.end, *starts], "lr": rate}, *inner]
 
     def set_gradients(self, derivative: Tensor) -> None:
-        """Set the gradients of the optimiser parameters.
+        """Set the `grad` of each trained parameter, given the derivative with respect to the control points.
 
-        The argument `derivative` (size, *shape) is the derivative of the objective with respect to all control points.
+        Args:
+            derivative: the derivative (size, *shape) of the objective with respect to all control points.
         """
         pulled = derivative
         if self.shift is not None:

@@ -43,10 +43,11 @@ class Barrier:
     The chord is the direct path between the ends of the curve: a straight line or, on a curved space, a geodesic.
 
     Attributes:
-        t: the parameters (m,) of the curve at which the losses are evaluated.
-        fraction: the position (m,) of each point on the curve: its parameter, or its fraction of the arc length.
-        losses: the losses (m,) along the curve.
-        chord: the losses (m,) along the chord, at the same fractions of its length.
+        t: the parameters (m,) of the points on the curve at which the losses are evaluated.
+        fraction: the positions (m,) of these points, from 0 to 1. With `by="parameter"` in the function `barrier`, they
+            are equal to `t`. With `by="length"`, they are fractions of the length of the curve.
+        losses: the losses (m,) at the points on the curve.
+        chord: the losses (m,) at the points on the chord. Their positions are also `fraction`.
     """
 
     t: Float64[Tensor, " m"]
@@ -61,8 +62,12 @@ class Barrier:
     def height(self) -> float:
         r"""The barrier of the curve: the largest excess of the loss over the linear interpolation between both ends.
 
-        Let $L(\lambda)$ be the loss of the curve at the position $\lambda$ = `fraction`. The barrier is $\max_\lambda\,
-        L(\lambda) - (1 - \lambda) L(0) - \lambda L(1) \ge 0$.
+        Let $L(\lambda)$ be the loss at the position $\lambda$ on the curve, where 0 is the start and 1 is the end. The
+        barrier is
+
+        $$\max_\lambda\, L(\lambda) - \big( (1 - \lambda)\, L(0) + \lambda\, L(1) \big) \ge 0.$$
+
+        The maximum is over the positions in the attribute `fraction`.
         """
         return self._excess(self.losses).max().item()
 
@@ -253,15 +258,20 @@ def chord_ratio(profile: Barrier) -> float:
 
 
 def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvature:
-    r"""Compute the curvature $k$ and the total turning $\int k\, ds$ of a curve.
+    r"""Compute the curvature of a curve at several parameters, and its total turning.
 
-    For the velocity $v$ and the covariant acceleration $a$ of the curve, the curvature and the total turning are
+    The curvature $k$ is the angle by which the direction of the curve turns per unit of length. It follows from the
+    velocity $v$ and the covariant acceleration $a$ of the curve:
 
-    $$k = \frac{\| a - \langle a, v \rangle v / \|v\|^2 \|}{\|v\|^2}, \qquad
-      \int k\, ds = \int_0^1 k\, \|v\|\, dt + \sum \angle,$$
+    $$k = \frac{\| a - \langle a, v \rangle v / \|v\|^2 \|}{\|v\|^2}.$$
 
-    where the sum is over the angles at the corners of a piecewise curve. A geodesic has the curvature 0. If the speed
-    $\|v\|$ is below 1e-12 times its mean, rounding errors dominate the direction of $v$, so the curvature is set to 0.
+    The total turning is the integral of the curvature over the length of the curve, plus the angles $\alpha_j$ at the
+    corners of a piecewise curve:
+
+    $$\int_0^1 k\, \|v\|\, dt + \sum_j \alpha_j.$$
+
+    A geodesic has the curvature 0. If the speed $\|v\|$ is below 1e-12 times its mean, rounding errors dominate the
+    direction of $v$, so the curvature is set to 0.
 
     Args:
         curve: a curve on any space.

@@ -73,9 +73,17 @@ def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overs
 def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "clamp") -> float:
     """Find the first parameter at which a curve reaches a fraction of its chord length, from a Gram matrix.
 
-    The function returns the same result as `parameter_at_distance`. The Gram matrix (n, n) contains the inner products
-    of the displacements of the control points from the start. The function checks that the squared norms on its
-    diagonal are finite. It does not check `rho` and `overshoot`.
+    The Gram matrix contains the inner products of the vectors from the start of the curve to its other control points.
+    The result is the same as that of `parameter_at_distance`, but the function does not check `rho` and `overshoot`.
+
+    Args:
+        inner: the Gram matrix (n, n).
+        rho: as in `parameter_at_distance`.
+        overshoot: as in `parameter_at_distance`.
+
+    Raises:
+        ArgumentError: if an entry on the diagonal of the Gram matrix is not finite.
+        DivergenceError: if the extrapolated curve does not reach the distance in float64.
     """
     for i, row in enumerate(inner):
         if not math.isfinite(row[i]):
@@ -121,12 +129,9 @@ def squared_distance(inner: Gram) -> list[Any]:
 
 
 def _monomial_coefficients(inner: Gram) -> list[float]:
-    """Compute the coefficients of the squared distance of a curve from its start, in powers of s.
-
-    For s > 1, this form is more accurate than the Bernstein form. The displacement of the curve from its start is Σ_k
-    s^k a_k with a_k = Σ_i (-1)^{k-i} C(n,k) C(k,i) v_i, where v_i is the displacement of control point i from the
-    start.
-    """
+    """Compute the coefficients of the squared distance from the start, in powers of s."""
+    # The displacement of the curve from its start is Σ_k s^k a_k. Each coefficient a_k is the linear combination
+    # Σ_i (-1)^{k-i} C(n,k) C(k,i) v_i, where v_i is the displacement of control point i from the start.
     n = len(inner)
     to_power = [[(-1) ** (k - i) * math.comb(n, k) * math.comb(k, i) for i in range(1, n + 1)] for k in range(1, n + 1)]
     coefficients = [0.0] * (2 * n + 1)

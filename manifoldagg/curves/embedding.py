@@ -18,15 +18,17 @@ Coordinates = float | Float[Tensor, "..."]
 
 
 class Embedding(abc.ABC):
-    r"""A low-dimensional subset of the space of models, such as a curve of models.
+    r"""Base class for low-dimensional subsets of the space of models, such as curves of models.
 
-    Mathematically, an embedding is a map $\iota_\varphi : M \to M_\Theta$ from coordinates $x \in M$ to models in the
-    space $M_\Theta$. The coordinate of a curve, for example, is its parameter. The map is defined by its control points
-    $\varphi$, which are `size` models in one tensor (size, *space.shape). Coordinates are a tensor (*batch, *domain),
-    where `domain` is `()` for a curve and (m,) for m coordinates.
+    An embedding is a map $\iota_\varphi : M \to M_\Theta$ from coordinates $x \in M$ to models in the space $M_\Theta$.
+    For example, the coordinate of a point on a curve is a number, the parameter of the curve. The coordinates of a
+    batch of points have the shape (*batch, *domain). Here, `domain` is `()` for a curve, and (m,) for m coordinates.
 
-    An embedding does not store its control points $\varphi$. Instead, its methods expect them as an argument. All
-    methods are differentiable with respect to $\varphi$ and $x$, unless they state otherwise.
+    The map is defined by a sequence of models $\varphi$, its control points. They are stacked in one tensor (size,
+    *space.shape), where `size` is the number of control points. An embedding does not store this tensor. Instead, its
+    methods expect it as the argument `phi`.
+
+    All methods are differentiable with respect to $\varphi$ and $x$, unless they state otherwise.
     """
 
     space: Manifold
@@ -69,10 +71,11 @@ class Embedding(abc.ABC):
         return self
 
     def path_coordinates(self, s: Float[Tensor, "*batch"]) -> Float[Tensor, "..."]:
-        r"""Compute the coordinates $x(s)$ of the path from the start to the end point of the embedding.
+        """Compute the coordinates $x(s)$ of a path through the embedding, from its first to its last control point.
 
-        The path is a geodesic of the domain, that is, of the space of coordinates. Its start $x(0)$ maps to the first
-        control point. Its end $\omega = x(1)$ maps to the last control point. For a curve, $x(s) = s$.
+        The embedding maps coordinates to models. The path is a geodesic in the space of coordinates. Its start $x(0)$
+        maps to the first control point, and its end $x(1)$ maps to the last control point. The coordinate of a curve is
+        its parameter, so $x(s) = s$ for a curve.
 
         Args:
             s: parameters (*batch,) in [0, 1].
@@ -88,9 +91,17 @@ class Embedding(abc.ABC):
         return s
 
     def nearest(self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
-        """Find the nearest point of the embedding for each given point.
+        """Find the nearest point of the embedding, such as a curve of models, for each given point.
 
-        The result consists of the coordinates of the nearest point, and its distance from the given point.
+        Args:
+            phi: the control points of the embedding.
+            point: the given points (*batch, *space.shape).
+
+        Returns:
+            The coordinates of the nearest points, and their distances from the given points.
+
+        Raises:
+            NotImplementedError: if the class of the embedding does not define this method.
         """
         raise NotImplementedError(f"{type(self).__name__} has no nearest")
 
@@ -121,9 +132,12 @@ class Embedding(abc.ABC):
     ) -> Float[Tensor, "..."]:
         r"""Compute the derivative of a loss with respect to the coordinates `x` (pullback).
 
-        The argument `w` (*batch, *space.shape) is the derivative of the loss at the point $\iota_\varphi(x)$. The
-        pullback $d\iota_\varphi(x)^* w$ satisfies $\langle w, \mathrm{push}(u) \rangle = \langle \mathrm{pull}(w), u
-        \rangle$ for every tangent vector $u$. It is computed by one vector-Jacobian product.
+        The point of the embedding at `x` is a function of these coordinates. Given the derivative `w` (*batch,
+        *space.shape) of the loss with respect to this point, the method applies the chain rule by one vector-Jacobian
+        product.
+
+        The pullback is the adjoint of the pushforward, which the method `push` computes: $\langle w, \mathrm{push}(u)
+        \rangle = \langle \mathrm{pull}(w), u \rangle$ for every direction $u$ in the space of coordinates.
         """
         pulled: Tensor = torch.func.vjp(lambda at: self(phi, at), x)[1](w)[0]
         return pulled
@@ -131,10 +145,10 @@ class Embedding(abc.ABC):
     def pull_phi(
         self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
     ) -> Float[Tensor, "size ..."]:
-        r"""Compute the derivative of a loss with respect to the control points `phi` (pullback).
+        """Compute the derivative of a loss with respect to the control points `phi` (pullback).
 
-        The argument `w` is the derivative of the loss at the point $\iota_\varphi(x)$, where $\varphi$ are the control
-        points. The pullback is computed by one vector-Jacobian product.
+        The point of the embedding at the coordinates `x` is a function of the control points. Given the derivative `w`
+        of the loss with respect to this point, the method applies the chain rule by one vector-Jacobian product.
         """
         pulled: Tensor = torch.func.vjp(lambda points: self(points, x), phi)[1](w)[0]
         return pulled

@@ -1,7 +1,7 @@
-"""The path through an embedding from its start to its end point, as a curve.
+"""The curve through an embedding from its first to its last control point.
 
-Embeddings such as tunnels and simplices have more than one dimension. The path is a curve inside the embedding. It
-leads from the first to the last control point.
+An embedding is a low-dimensional subset of the space of models, which its control points define. A curve is an
+embedding with one dimension. Other embeddings, such as a simplex of models, have several dimensions.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ __all__ = ["EndPath"]
 
 @dataclass(frozen=True)
 class EndPath(CurveEmbedding):
-    r"""The curve from the start to the end point of an embedding: $s \mapsto \iota_\varphi(x(s))$.
+    r"""The curve through an embedding from its first to its last control point, $s \mapsto \iota_\varphi(x(s))$.
 
-    The method `path_coordinates` of the embedding computes the coordinates $x(s)$, which form a geodesic of the domain.
-    The curve starts at the first control point $\varphi_0$. It ends at the last control point, whose coordinates are
-    $\omega = x(1)$. The curve and the embedding have the same control points $\varphi$.
+    The embedding $\iota_\varphi$ maps coordinates to models. Its method `path_coordinates` computes the coordinates
+    $x(s)$ of the curve, which form a geodesic in the space of coordinates. The curve has the same control points
+    $\varphi$ as the embedding.
 
     Args:
         embedding: an embedding with an end point.
 
-    Source: Manifold §3, where $\omega$ is the distinguished local model.
+    Source: Manifold §3, where $\omega = x(1)$ is the distinguished local model.
 
     Example:
         >>> import torch

@@ -82,9 +82,9 @@ class Fit:
 
     Attributes:
         phi: the learned control points (size, *space.shape).
-        losses: the loss of each step of both phases in chronological order. Proximal and volume terms are not included.
-        state: a tree of tensors and numbers. Pass it to `fit` as `resume` to continue the fit.
-        converged: whether every phase with at least one step ended because its losses reached a plateau.
+        losses: the loss of each step, in chronological order and without regularisation terms.
+        state: a nested dict of tensors and numbers. Pass it to `fit` as `resume` to continue the fit.
+        converged: whether the losses reached a plateau in both phases of the fit. A phase without steps is ignored.
     """
 
     phi: Float[Tensor, "size ..."]
@@ -296,11 +296,7 @@ def fit(
 
 @dataclass(frozen=True, eq=False)
 class _Objective:
-    """The loss and the derivatives that a fit computes at each step.
-
-    The loss does not include regularisation terms. In contrast, the derivatives include the derivatives of the proximal
-    term and of the volume term.
-    """
+    """The loss and the derivative of each step of a fit. Only the derivative is regularised."""
 
     curve: Embedding
     loss: Loss
@@ -309,9 +305,9 @@ class _Objective:
     volume: float
 
     def at(self, theta: Tensor, batch: Any, step: int) -> tuple[float, Tensor]:
-        """Compute the loss at the point `theta`, and the derivative of the loss plus the proximal term.
+        """Compute the loss at `theta`, and a derivative for the training step.
 
-        The returned loss itself does not include the proximal term.
+        The derivative includes the proximal term, but the loss does not.
 
         Raises:
             DivergenceError: if the loss is not finite. On a curved space, also if the derivative is not finite.
@@ -331,10 +327,9 @@ class _Objective:
     def at_coordinates(
         self, phi: Tensor, batch: Any, step: int, coordinates: Iterable[tuple[float, Coordinates]]
     ) -> tuple[float, Tensor]:
-        """Compute the weighted mean of the losses at several coordinates, and the derivative of the objective.
+        """Compute the weighted mean of the losses at several coordinates, and the derivative for `phi`.
 
-        The derivative is taken with respect to the control points `phi`. It includes the proximal term and the volume
-        term.
+        The derivative includes the proximal term and the volume regulariser of the fit, but the mean does not.
         """
         mean = 0.0
         total = torch.zeros(())
@@ -368,9 +363,7 @@ def _log_volume_gradient(embedding: Any, phi: Tensor) -> Tensor:
 def _restore(
     state: Mapping[str, Any], learner: FreePoints, optimizer: torch.optim.Optimizer, generator: torch.Generator | None
 ) -> None:
-    """Restore the optimiser, the displacements of the inner points and the random generator of an earlier fit.
-
-    The argument `state` is the state of the earlier fit.
+    """Load the state of an earlier fit into the learner, the optimiser and the generator.
 
     Raises:
         ArgumentError: if the state belongs to a fit with other arguments.
@@ -386,6 +379,7 @@ def _restore(
         optimizer.load_state_dict(saved)
     except ValueError as problem:
         raise ArgumentError(f"resume: expected the state of a fit with the same arguments, got {problem}") from None
+    # The caller has already restored the control points. Only the displacements from the chord are still missing.
     if learner.shift is not None:
         with torch.no_grad():
             learner.shift.copy_(state["shift"])

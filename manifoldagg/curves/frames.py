@@ -62,10 +62,7 @@ def rotation_minimising(
 
 
 def _double_reflection(control: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Compute the rotations that transport vectors along a curve from the parameters `a` to the parameters `b`.
-
-    The rotations are matrices (*times, k, k). Each rotation is the product of two reflections.
-    """
+    """Compute the rotation matrices that transport vectors along a curve from `a` to `b`."""
     degree = len(control) - 1
     # With this number of nodes, the mean of a polynomial of degree n - 1 is exact.
     nodes, weights = np.polynomial.legendre.leggauss((degree + 1) // 2)
@@ -74,6 +71,7 @@ def _double_reflection(control: Tensor, a: Tensor, b: Tensor) -> Tensor:
         chord = chord + weight / 2 * derivative(control, a + (node + 1) / 2 * (b - a))
     first = _reflection(chord)
     reflected = (first @ unit(derivative(control, a))[..., None]).squeeze(-1)
+    # The product of two reflections is a rotation.
     return _reflection(unit(derivative(control, b)) - reflected) @ first
 
 

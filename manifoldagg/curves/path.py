@@ -76,19 +76,22 @@ class CurveEmbedding(Embedding):
         return acceleration
 
     def length(self, phi: Phi, a: float = 0.0, b: float = 1.0) -> Float[Tensor, ""]:
-        r"""Compute the length $\int_a^b \|\iota_\varphi'(t)\|\, dt$ of the curve between the parameters `a` and `b`.
-
-        The relative error is 1e-12 in float64. The length is differentiable with respect to the control points
-        $\varphi$. If b < a, the length is negative. On a flat space, the computation reads the control points once, and
-        treats distances between neighbours below 1e-150 as 0.
+        r"""Compute the length $\int_a^b \|\iota_\varphi'(t)\|\, dt$ of the curve $\iota_\varphi$ from `a` to `b`.
 
         Args:
             phi: control points (size, *space.shape).
             a: the first parameter.
             b: the last parameter.
 
+        Returns:
+            The length, with a relative error of 1e-12 in float64. It is differentiable with respect to the control
+            points $\varphi$. If b < a, the length is negative. On a flat space, distances below 1e-150 between
+            neighbouring control points count as 0.
+
         Raises:
             ArgumentError: if `a`, `b` or the length is not finite.
+
+        Cost: one pass over the control points on a flat space.
         """
         self._check_phi(phi)
         low, high = sorted((check_number("a", a), check_number("b", b)))
@@ -123,11 +126,12 @@ class CurveEmbedding(Embedding):
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
         r"""Find the nearest point of the curve for each given point, as a parameter $t \in [0, 1]$ and a distance.
 
-        The method first evaluates the distance at 32 parameters per control point, and then refines the best of them.
-        At the nearest point of the curve, the logarithm of the given point $p$ is orthogonal to the velocity. The
-        refinement therefore computes a root of $\langle \log_{\iota(t)} p,\, \iota'(t)\rangle$ between the two
-        neighbours of the best parameter. If there is only one minimum between these neighbours, the result is exact up
-        to rounding. The method can miss a minimum that is narrower than the distance between two parameters.
+        The method first evaluates the distance on a grid with 32 values of $t$ per control point. It then refines the
+        best of these values between its two neighbours on the grid. If the distance has only one minimum there, the
+        result is exact up to rounding. The method can miss a minimum that is narrower than the spacing of the grid.
+
+        At the nearest point of the curve $\iota$, the logarithm of the given point $p$ is orthogonal to the velocity
+        $\iota'$. The refinement therefore computes a root of $\langle \log_{\iota(t)} p,\, \iota'(t)\rangle$.
 
         Args:
             phi: control points (size, *space.shape).
@@ -147,11 +151,18 @@ class CurveEmbedding(Embedding):
         return t.reshape(batch), distance(self.space, points, self(phi, t)).reshape(batch)
 
     def contains(self, phi: Phi, point: Points, *, tolerance: float | None = None) -> Bool[Tensor, "*batch"]:
-        r"""Return whether each of the points (*batch, *space.shape) is within `tolerance` of the curve, (*batch,).
+        r"""Return whether each given point is within the distance `tolerance` of the curve.
 
-        The default tolerance allows for rounding errors. On a flat space, it is $4\,$`size`$\,\varepsilon \max_i
-        \|\varphi_i\|$ for the control points $\varphi_i$, and on a curved space, it is $\sqrt\varepsilon$. Here,
-        $\varepsilon$ is the machine epsilon of the less precise of the dtypes of `phi` and `point`.
+        Args:
+            phi: control points (size, *space.shape).
+            point: points (*batch, *space.shape).
+            tolerance: the maximum distance. The default allows for rounding errors. Let $\varepsilon$ be the machine
+                epsilon of the dtype of `phi` or of `point`, whichever is less precise. On a flat space, the default is
+                $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ for the control points $\varphi_i$. On a curved space,
+                it is $\sqrt\varepsilon$.
+
+        Returns:
+            One Boolean for each point, (*batch,).
 
         Raises:
             ArgumentError: if `tolerance` is negative, or a shape is invalid.

@@ -1,6 +1,8 @@
-"""The two phases of a fit: their batches, their stopping criteria, and the state for resuming a fit.
+"""The schedule of a fit: the batches of each step, early stopping, and the state for resuming.
 
-A fit learns an embedding, such as a curve of models, by gradient steps on its control points.
+A fit learns an embedding, such as a curve of models, by gradient steps on its control points. It has two phases. The
+first phase trains only the last control point, as in the ordinary training of a model. The second phase trains all free
+control points, which are usually those between the first and the last one.
 """
 
 import copy
@@ -82,10 +84,12 @@ class Phases:
 class Schedule:
     """An iterable over the steps of a fit. Each step consists of its phase (0 or 1) and a batch.
 
-    The second phase follows the first phase, or the phases alternate after each pass over the batches. A phase ends
-    after its number of steps or passes, or earlier if its losses have reached a plateau. To interrupt a fit, store the
-    result of the method `state` between two steps. A new schedule that is created with this state continues at the same
-    position.
+    A fit has two phases, which train different control points. By default, phase 1 starts after the end of phase 0.
+    With the option `alternate`, the two phases alternate after each pass over the batches. Each phase has a limit,
+    which is a number of steps or of passes. A phase ends before its limit if its losses reach a plateau.
+
+    To interrupt a fit, store the result of the method `state` between two steps. A new schedule that is created with
+    this state continues at the same position.
 
     Args:
         batches: a re-iterable object, which is iterated once for each pass.
@@ -128,11 +132,12 @@ class Schedule:
         return asdict(self.progress)
 
     def record(self, loss: float) -> None:
-        r"""Record the loss $\ell$ of the latest step, and end its phase if the losses have reached a plateau.
+        r"""Record the loss of the latest step, and end the current phase if the losses have reached a plateau.
 
-        After each step, the running mean $a$ of the losses is replaced by $a + (\ell - a) / n$, where $n$ is the
-        patience. The losses have reached a plateau if the best running mean has not improved for $n$ steps. An
-        improvement counts only if it exceeds the relative threshold `plateau`.
+        A phase is one of the two parts of a fit. Its losses have reached a plateau if their running mean has not
+        improved for $n$ steps, where $n$ is the option `patience`. An improvement counts only if it exceeds the
+        relative threshold `plateau`. A new loss $\ell$ changes the running mean $a$ to $a + (\ell - a) / n$. If
+        `patience` is `None`, the phase does not end early.
         """
         now = self.progress
         patience = self.phases.patience

@@ -22,11 +22,12 @@ __all__ = ["Piecewise"]
 class Piecewise(BezierSpline):
     """A curve of m Bézier pieces of degree n, joined end to end.
 
-    Each piece covers a parameter interval of length 1/m. The curve has $mn + 1$ control points. Neighbouring pieces
-    share a control point, which is called a joint, so the curve is continuous. The velocity is also continuous if, at
-    each joint, the control points before and after the joint are reflections of each other in the joint. The method
-    `smooth` returns such control points. Otherwise, the derivatives at a joint are those of the piece that starts
-    there.
+    The curve has $mn + 1$ control points. Each piece covers a parameter interval of length 1/m. Neighbouring pieces
+    share a control point, which is called a joint, so the curve is continuous. The derivatives at a joint are those of
+    the piece that starts there.
+
+    The velocity is also continuous if, at each joint, the control points before and after the joint are reflections of
+    each other in the joint. The method `smooth` returns such control points.
 
     Args:
         space: a flat space, or a space with exp and log.
@@ -56,11 +57,12 @@ class Piecewise(BezierSpline):
     def smooth(self, phi: Phi) -> Points:
         r"""Return control points for which the velocity of the curve is continuous.
 
-        A joint is a control point that two pieces share. The method processes the joints from the start to the end of
-        the curve. At each joint $J$, it replaces the control point after the joint by the reflection $\exp_J(-\log_J
-        \varphi_{-})$ of the control point $\varphi_{-}$ before the joint. All other control points remain unchanged.
-        With degree 2, each control point between two joints is next to both of them, so one reflection affects all
-        later pieces.
+        A joint is a control point that two pieces of the curve share. At each joint $J$, the method replaces the
+        control point after the joint by the reflection $\exp_J(-\log_J \varphi_{-})$ of the control point $\varphi_{-}$
+        before it. All other control points remain unchanged.
+
+        The method processes the joints from the start to the end of the curve. With degree 2, the control point after
+        one joint is the control point before the next joint. Each reflection then depends on the previous one.
 
         Args:
             phi: control points (size, *space.shape).

@@ -178,14 +178,15 @@ def plane(
 
 @dataclass(frozen=True, eq=False)
 class View:
-    r"""An orthonormal coordinate system of the tangent space of a manifold at a point $c$, in float64.
+    r"""An orthonormal coordinate system around a point $c$ of a manifold, in float64.
 
-    The coordinates of another point $x$ of the manifold are the components of $\log_c x$ along the axes $a_i$.
+    The coordinates of a point $x$ of the manifold are the components of $\log_c x$ along k axes. The axes are
+    orthonormal tangent vectors $a_1, \dots, a_k$ at $c$.
 
     Attributes:
         space: the manifold.
         center: the point $c$ (*shape), which has the coordinates 0.
-        axes: the orthonormal tangent vectors $a_i$ (k, *shape). An axis is zero if the points have no extent along it.
+        axes: the axes (k, *shape). An axis whose direction is undefined is the zero vector.
     """
 
     space: Manifold

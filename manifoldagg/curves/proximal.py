@@ -19,12 +19,14 @@ __all__ = ["ProximalTerm", "add_proximal_gradient", "check_proximal"]
 
 @runtime_checkable
 class ProximalTerm(Protocol):
-    r"""Interface for proximal terms $r(\theta, \Theta^t)$, which training on a flat space adds to the loss.
+    r"""Interface for proximal terms, which training on a flat space adds to the loss.
 
-    A proximal term penalises the distance of the model $\theta$ from the model $\Theta^t$ at the start of training. An
-    example is [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal], the proximal term of FedMRUR. Every
-    option `proximal` also accepts a number $\mu \ge 0$. A number selects the proximal term of FedProx,
-    $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ with the distance $d$, which is defined on every space.
+    A proximal term $r(\theta, \Theta^t)$ penalises the distance of the model $\theta$ from the model $\Theta^t$ at the
+    start of training. An example is [`LorentzProximal`][manifoldagg.federated.clients.LorentzProximal], the proximal
+    term of FedMRUR.
+
+    The proximal term of FedProx, $\tfrac{\mu}{2}\, d(\theta, \Theta^t)^2$ with the distance $d$, does not need this
+    interface. To use it, pass the number $\mu \ge 0$ as the option `proximal`. This also works on curved spaces.
     """
 
     def gradient(self, theta: Tensor, base: Tensor) -> Tensor:

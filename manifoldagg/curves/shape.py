@@ -144,11 +144,16 @@ def curvature_vector(control: Control, t: Times) -> Float64[Tensor, "*times k"]:
 def foot_parameters(control: Control, points: Float64[Tensor, "N k"]) -> Float64[Tensor, "N feet"]:
     r"""Find the feet of the perpendiculars from given points to a curve, as parameters in [0, 1].
 
-    For a point $y$ and a curve $b$, the feet are the points $b(t)$ with $\langle y - b(t), b'(t)\rangle = 0$. The left
-    side of this equation is a polynomial of degree 2n - 1 in $t$, whose coefficients lose digits to cancellation. The
-    function therefore refines each root by one Newton step on the inner product itself. Each row of the result contains
-    the 2n + 1 parameters for one point: the start of the curve, the feet, and the end of the curve, which is repeated
-    as padding.
+    A foot of the point $y$ is a point $b(t)$ of the curve $b$ such that the vector from $b(t)$ to $y$ is orthogonal to
+    the velocity: $\langle y - b(t), b'(t)\rangle = 0$.
+
+    Args:
+        control: control points (n + 1, k) of a curve of degree n.
+        points: the given points (N, k).
+
+    Returns:
+        Parameters (N, 2n + 1), with one row for each point. A row contains the start 0, the parameters of the feet, and
+        the end 1. The end is repeated until the row is full.
     """
     velocity = (len(control) - 1) * control.diff(dim=0)
     # The Bernstein polynomials have the sum 1. The coefficients of b - y are therefore φ_i - y.
@@ -161,7 +166,9 @@ def foot_parameters(control: Control, points: Float64[Tensor, "N k"]) -> Float64
         parameters[: len(found)] = parameters.new_tensor(found)
     offset = points[:, None] - derivative(control, t, 0)
     velocity_at_foot = derivative(control, t)
-    # A Newton step for ⟨y - b, b'⟩. At a focal point, the derivative is 0, and the resulting long step is rejected.
+    # The coefficients of the polynomial lose digits to cancellation, so its roots are inaccurate. A Newton step on
+    # ⟨y - b, b'⟩, which is computed from vectors, makes them accurate. At a focal point, the derivative is 0, and the
+    # resulting long step is rejected.
     curvature_term = offset * derivative(control, t, 2)
     step = (offset * velocity_at_foot).sum(-1) / (velocity_at_foot.square() - curvature_term).sum(-1)
     return torch.where(step.abs() < REFINEMENT_WIDTH, t + step, t).clamp(0, 1)
@@ -226,9 +233,10 @@ def _multiply(p: list[float], q: list[float]) -> list[float]:
 
 
 def _critical_parameters(polynomial: list[float], control: Control) -> Float64[Tensor, " times"]:
-    """Return all parameters at which a function of the curve parameter can have an extremum.
+    """Return parameters that are candidates for the extrema of a function on [0, 1].
 
-    They are the roots of `polynomial`, which has the sign of the derivative of the function, and a grid that contains
-    both ends. The grid is a safeguard for double roots, at which the polynomial does not change its sign.
+    The argument `polynomial` has the same sign as the derivative of the function.
     """
+    # An extremum is at a root of the polynomial or at an end of the interval. The grid contains both ends. It is also a
+    # safeguard for double roots, at which the polynomial does not change its sign.
     return torch.cat([control.new_tensor(list(roots(polynomial))), torch.linspace(0, 1, 33).to(control)])

@@ -29,9 +29,15 @@ class Sharpness(Protocol):
     """
 
     def perturb(self, space: Manifold, theta: Point, derivative: Tensor) -> Point:
-        """Return the ascent point (*shape) of the model `theta`, given the derivative (*shape) of the loss there.
+        """Return the ascent point: a point near the current model at which the loss is approximately maximal.
 
-        The derivative consists of the partial derivatives that autograd computes.
+        Args:
+            space: the space of the model.
+            theta: the current model (*shape).
+            derivative: the partial derivatives of the loss at `theta` (*shape), as autograd computes them.
+
+        Returns:
+            The ascent point (*shape).
 
         Raises:
             ArgumentError: if the method is not defined on `space`.
@@ -75,8 +81,9 @@ class SAM:
 class ASAM:
     r"""Adaptive sharpness-aware minimisation (ASAM) with the ascent point $\theta + \rho\, T^2 g / \|T g\|$.
 
-    ASAM evaluates the gradient for the training step at the ascent point instead of the current model $\theta$. Let $g$
-    be the gradient of the loss at $\theta$, and $T = |\theta| + \eta$ the scale of each parameter. All products are
+    ASAM evaluates the gradient for the training step at the ascent point instead of the current model $\theta$. Here,
+    $g$ is the gradient of the loss at $\theta$, and $\rho$ is the radius of the perturbation. The vector
+    $T = |\theta| + \eta$ scales each parameter by its magnitude, and $\eta$ is the minimum scale. All products are
     elementwise. With $\eta = 0$, the method is invariant to a rescaling of the parameters. It requires a flat space.
 
     Args:

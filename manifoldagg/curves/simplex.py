@@ -89,11 +89,17 @@ class Hull(Embedding):
     def contains(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."], tolerance: float | None = None
     ) -> Tensor:
-        r"""Return whether each of the points (*batch, *space.shape) is within `tolerance` of the embedding, (*batch,).
+        r"""Return whether each given point is within `tolerance` of the simplex or simplicial complex.
 
-        The default tolerance allows for rounding errors. It is $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ for the
-        vertices $\varphi_i$, where $\varepsilon$ is the machine epsilon of the less precise of the dtypes of `phi` and
-        `point`.
+        Args:
+            phi: the vertices (size, *space.shape).
+            point: points (*batch, *space.shape).
+            tolerance: the maximum distance. The default allows for rounding errors. It is
+                $4\,$`size`$\,\varepsilon \max_i \|\varphi_i\|$ for the vertices $\varphi_i$. Here, $\varepsilon$ is the
+                machine epsilon of the dtype of `phi` or of `point`, whichever is less precise.
+
+        Returns:
+            One Boolean for each point, (*batch,).
 
         Raises:
             ArgumentError: for the same reasons as in `nearest`, or if `tolerance` is negative.
@@ -271,10 +277,10 @@ class Simplex(Hull):
     def nearest(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float64[Tensor, "..."], Float64[Tensor, "..."]]:
-        r"""Find the nearest point of the simplex for each given point $p$, on a flat space.
+        r"""Find the nearest point of the simplex for each given point, on a flat space.
 
-        The result consists of barycentric coordinates $x$ and distances. The coordinates minimise the distance
-        $\|\iota_\varphi(x) - p\|$.
+        The nearest point has the barycentric coordinates $x$ that minimise $\|\sum_i x_i \varphi_i - p\|$, where
+        $\varphi_i$ are the vertices of the simplex, and $p$ is the given point.
 
         Args:
             phi: the vertices (size, *space.shape).
@@ -388,12 +394,11 @@ def _nearest_on_simplex(vertices: Tensor, target: Tensor) -> Tensor:
 
 
 def _add_vertex_to_face(vertices: Tensor, target: Tensor, x: Tensor, vertex: int) -> Tensor:
-    """Find the nearest point to the target on a face of a simplex that is extended by one vertex.
+    """Add a vertex to the face of a simplex that contains `x`, and find the point nearest to the target.
 
-    The face consists of the vertices with positive coordinates in `x`. If the minimum of the distance is outside of the
-    extended face, the function removes vertices from the face until the minimum is inside. The distance never
-    increases.
+    If the nearest point is outside of the face, the function removes vertices from the face.
     """
+    # The face that contains x consists of the vertices with positive coordinates. The distance never increases.
     face = (x > 0).index_fill(0, torch.tensor(vertex), True)
     while True:
         first, *others = face.nonzero().squeeze(-1).tolist()

@@ -147,11 +147,9 @@ class PathFit:
         return points
 
     def _displacement(self, point: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the displacement of a point from the start, as a minuend and a subtrahend.
-
-        The displacement is the difference of these two tensors, which the kernels compute. On a curved space, the
-        displacement is a logarithm, so the subtrahend is `None`.
-        """
+        """Return two tensors whose difference is the displacement of a point from the start."""
+        # On a flat space, the kernels compute the difference. On a curved space, the displacement is a logarithm, so
+        # nothing is subtracted.
         if self.space.flat:
             return point.flatten(), self.start.flatten()
         return self.space._log(self.start, point).flatten(), None
@@ -204,17 +202,19 @@ class PathFit:
 
 
 class PathPoints:
-    """A polygon whose m vertices are evenly spaced points of a path with K steps.
+    """A polygon that approximates a path with K steps, such as the models of a training run, by m edges.
 
-    Vertex i is the point of the path at the fraction i/m of the steps, for i = 1, …, m. If this fraction is between two
-    points of the path, the vertex is interpolated along the geodesic between them. The last vertex is bitwise equal to
-    the end of the path. The start of the path and the m vertices together are the control points of `Piecewise(space,
-    degree=1, pieces=m)`.
+    The polygon starts at the start of the path. Its other m vertices are evenly spaced points of the path: vertex i is
+    the point at the fraction i/m of the steps, for i = 1, …, m. If this fraction is between two points of the path, the
+    vertex is interpolated along the geodesic between them. The last vertex is bitwise equal to the end of the path.
+
+    The method `observe` receives the points of the path one after another. The start and the m vertices are the control
+    points of `Piecewise(space, degree=1, pieces=m)`.
 
     Args:
         space: a flat space, or a space with exp and log.
         start: the first point of the path (*space.shape). It is not modified.
-        pieces: m, the number of vertices.
+        pieces: m, the number of edges.
         steps: K, the number of points that will be observed.
 
     Raises:
@@ -242,10 +242,13 @@ class PathPoints:
         self._found = 0
 
     def observe(self, point: Float[Tensor, "..."]) -> None:
-        """Add the next point (*space.shape) of the path.
+        """Add the next point of the path that the polygon approximates.
 
-        The method does not modify the point and does not retain a reference to it. If the point is a vertex of the
-        polygon, the method copies it.
+        If the point is a vertex of the polygon, the method copies it. It does not modify the point or retain a
+        reference to it.
+
+        Args:
+            point: the point (*space.shape).
         """
         m = self.pieces
         # Vertex i is the path at the position i K / m. This comparison of integers has no rounding error.

@@ -1,7 +1,7 @@
-"""Tunnels around curves, which are sets of models close to a curve of low loss.
+"""Tunnels, which are sets of models around a curve of low loss.
 
-For each point of its curve, a tunnel contains a ball with this point as its centre. The ball extends in the directions
-that are orthogonal to the curve.
+A tunnel is a union of balls whose centres are the points of the curve. Each ball extends only in the directions that
+are orthogonal to the curve.
 """
 
 import math
@@ -121,10 +121,10 @@ class Tunnel(Embedding):
         return (1 + self._form.num_coordinates,)
 
     def on(self, space: Manifold, degree: int = 2) -> "Tunnel":
-        """Return a tunnel with the same radius and form around a Bézier curve in `space`.
+        """Return a tunnel around a Bézier curve in `space`, with the settings of this tunnel.
 
-        If this tunnel already has a curve, the new curve has the same degree as that curve. Otherwise, the new curve
-        has the degree `degree`.
+        If this tunnel was created with a curve, the new curve has the degree of that curve. Otherwise, it has the
+        degree `degree`.
 
         Example:
             >>> from manifoldagg.manifolds import Flat
@@ -138,9 +138,17 @@ class Tunnel(Embedding):
         return torch.cat([s[..., None], s.new_zeros(*s.shape, self.domain[0] - 1)], -1)
 
     def __call__(self, phi: Phi, x: Coordinates) -> Float[Tensor, "..."]:
-        """Compute the points of the tunnel at the coordinates `x`, in the dtype of `phi`.
+        r"""Compute the points with the coordinates `x` in a tunnel, which is a set of points around a curve.
 
-        The coordinates have the shape (*batch, *domain), and the points have the shape (*batch, *space.shape).
+        The coordinates of a point are a parameter $t$ of the curve, and the offset $\xi$ from the point of the curve at
+        $t$.
+
+        Args:
+            phi: the control points of the curve.
+            x: coordinates (*batch, *domain).
+
+        Returns:
+            The points (*batch, *space.shape) in the dtype of `phi`.
 
         Raises:
             ArgumentError: if a shape is invalid. In the subspace form, also if the control points span fewer than n
@@ -151,10 +159,14 @@ class Tunnel(Embedding):
         return self._form.point(phi, self.curve(phi, t), t, xi)
 
     def sample(self, *batch: int, generator: Generator = None) -> Float64[Tensor, "..."]:
-        r"""Draw random coordinates $(t, \xi)$ of a tunnel in subspace form, (*batch, n).
+        r"""Draw random coordinates $(t, \xi)$ of points in the tunnel around a curve.
 
-        The curve parameter $t$ is uniformly distributed in [0, 1]. The offset $\xi$ from the curve is uniformly
-        distributed in a ball.
+        The parameter $t$ of the curve is uniformly distributed in [0, 1]. The offset $\xi$ from the curve is uniformly
+        distributed in a ball. The method requires `form="subspace"`. Only in this form are the valid coordinates
+        independent of the control points of the curve.
+
+        Returns:
+            Coordinates (*batch, n) in float64, where n is the degree of the curve.
 
         Raises:
             NotImplementedError: for the ambient form, whose coordinates depend on the control points. Call `sample_in`.
@@ -238,11 +250,16 @@ class Tunnel(Embedding):
     def volume_element(self, phi: Phi, x: Coordinates) -> Float64[Tensor, "*batch"]:
         r"""Compute the volume element of the tunnel at the coordinates $x = (t, \xi)$, in float64.
 
-        The volume element is $|b'(t)|\,(1 - \langle \xi, k(t)\rangle)$, where $\xi$ is the offset of the point from the
-        curve $b$. The curvature vector of the curve is $k = (b'' - \langle b'', T\rangle T)/|b'|^2$ with the unit
-        tangent $T = b'/|b'|$. In the subspace form, the coordinates $\xi$ are in units of the chord length, so the
-        volume element is multiplied by $|\varphi_n - \varphi_0|^{n-1}$. In both forms of the coordinates, the volume
-        element is the square root of the determinant of the pullback metric.
+        The volume element is the square root of the determinant of the pullback metric. Here, $t$ is the parameter of
+        the curve $b$, and $\xi$ determines the offset $w$ of the point from $b(t)$. The volume element is
+
+        $$|b'(t)|\,(1 - \langle w, k(t)\rangle), \qquad k = (b'' - \langle b'', T\rangle T)/|b'|^2, \qquad
+          T = b'/|b'|,$$
+
+        where $k$ is the curvature vector, and $T$ is the unit tangent. With `form="subspace"`, $\xi$ contains n - 1
+        numbers, where n is the degree of the curve. Their unit is the chord length $|\varphi_n - \varphi_0|$, the
+        distance between the ends of the curve. The volume element is then multiplied by
+        $|\varphi_n - \varphi_0|^{n-1}$.
         """
         self._require_flat("volume_element")
         self._check_phi(phi)
@@ -256,12 +273,17 @@ class Tunnel(Embedding):
     def log_volume(self, phi: Phi) -> Float64[Tensor, ""]:
         r"""Compute the log-volume of the tunnel in float64, by the tube formula of Weyl and Hotelling.
 
-        The log-volume is $\log(L\, V_m(r))$, where $L$ is the length of the curve and $V_m(r)$ is the volume of an
-        m-dimensional ball of radius $r$. For a curve of degree n in a space of P dimensions, the number of normal
-        dimensions is m = n - 1 in the subspace form, and m = P - 1 in the ambient form. The formula is exact for every
-        regular curve whose curvature $|k|$ satisfies $r \max |k| < 1$. If the tunnel overlaps itself, the overlap is
-        counted with its multiplicity. The result is differentiable with respect to the control points. If the radius is
-        0 and m > 0, the result is $-\infty$.
+        The log-volume is $\log(L\, V_m(r))$. Here, $L$ is the length of the curve, $r$ is the radius of the tunnel, and
+        $V_m(r)$ is the volume of an m-dimensional ball of radius $r$. The number m depends on the form of the tunnel:
+
+        - With `form="ambient"`, the tunnel extends in all directions orthogonal to the curve. In a space of P
+          dimensions, m = P - 1.
+        - With `form="subspace"`, the tunnel is limited to the span of the control points. For a curve of degree n,
+          m = n - 1.
+
+        The formula is exact for every regular curve whose curvature $|k|$ satisfies $r \max |k| < 1$. If the tunnel
+        overlaps itself, the overlap is counted with its multiplicity. If the radius is 0 and m > 0, the result is
+        $-\infty$. The result is differentiable with respect to the control points.
 
         Raises:
             ArgumentError: for the same reasons as in `check`.
@@ -324,13 +346,26 @@ class Tunnel(Embedding):
 
     @torch.no_grad()
     def contains(self, phi: Phi, point: Float[Tensor, "..."]) -> Tensor:
-        r"""Return whether each of the points (*batch, *space.shape) is in the tunnel, (*batch,).
+        r"""Return whether each given point is in the tunnel.
 
-        A tunnel of radius $r$ around a curve $b$ contains the point $y$ if a parameter t satisfies two conditions:
-        $\log_{b(t)} y$ is orthogonal to $b'(t)$, and its length is at most $r$. On a flat space, the tolerance is $4 (n
-        + 1)(1 + 2\varepsilon)\,u\,\max_i |\varphi_i|$, where $u$ is the machine epsilon of the less precise of the
-        dtypes of `phi` and `point`. On a curved space, the tolerance is $50\,u\,(1 + r)$, where $u$ is the machine
-        epsilon of the dtype of `phi`. The method then searches for one such t in each of 64 subintervals of [0, 1].
+        The tunnel of radius $r$ around a curve $b$ contains a point $y$ if a parameter $t$ satisfies two conditions, up
+        to rounding errors:
+
+        - The vector $\log_{b(t)} y$ from the curve to the point is orthogonal to the velocity $b'(t)$.
+        - The length of this vector is at most $r$.
+
+        On a curved space, the method searches for one such $t$ in each of 64 subintervals of [0, 1]. It can miss a
+        point if a subinterval contains several parameters that satisfy the first condition.
+
+        Args:
+            phi: the control points $\varphi_i$ of the curve.
+            point: points (*batch, *space.shape).
+
+        Returns:
+            One Boolean for each point, (*batch,). On a flat space, the tolerance is
+            $4 (n + 1)(1 + 2\varepsilon)\,u\,\max_i |\varphi_i|$. Here, n is the degree, $\varepsilon$ is the option
+            `radius`, and $u$ is the machine epsilon of the dtype of `phi` or of `point`, whichever is less precise. On
+            a curved space, the tolerance is $50\,u\,(1 + r)$, where $u$ is the machine epsilon of the dtype of `phi`.
 
         Raises:
             ArgumentError: for the same reasons as in `nearest`.
@@ -500,11 +535,12 @@ class _AmbientForm:
 
 @dataclass(frozen=True)
 class _SubspaceForm:
-    """The coordinates (t, ξ) of a tunnel in subspace form.
+    """The coordinates (t, ξ) of the points of a tunnel, in subspace form.
 
-    In this form, the vector ξ contains the components of the offset from the curve in a moving frame. The unit of the
-    components is the chord length. The frame is orthonormal, orthogonal to the curve, and in the span of the control
-    points.
+    A tunnel is a set of points around a curve. The number t is a parameter of the curve, and the vector ξ is the offset
+    from the point of the curve at t. In subspace form, the offset is orthogonal to the curve and in the span of its
+    control points. The entries of ξ are the components of the offset in an orthonormal basis that moves along the
+    curve. Their unit is the distance between the ends of the curve.
     """
 
     curve: Bezier
@@ -622,10 +658,14 @@ def uniform_draws(*shape: int, generator: torch.Generator) -> Float64[Tensor, ".
 
 
 def ball_scale(size: Float64[Tensor, "*b"], tail: Float64[Tensor, "*b"]) -> Float64[Tensor, "*b"]:
-    """Return the factor that maps a standard normal vector to a uniformly distributed point of the unit ball.
+    r"""Return the factor that scales a standard normal vector to a uniformly distributed point of the unit ball.
 
-    The factor depends on the length `size` of the normal vector and on an exponential random variable. The exponential
-    variable is computed from `tail`, a uniform random number in [0, 1).
+    Let $z$ be the normal vector. The factor is $1 / \sqrt{|z|^2 + 2E}$, where $E$ is a random number with the standard
+    exponential distribution.
+
+    Args:
+        size: the length $|z|$ of the normal vector.
+        tail: a uniform random number in [0, 1), from which the function computes $E$.
     """
     # -2 log(1 - U) is twice an exponential variable. `log1p` is accurate for small U. The formula is a case of a
     # theorem of Barthe, Guédon, Mendelson and Naor (2005) on uniform points of a ball.
@@ -634,12 +674,17 @@ def ball_scale(size: Float64[Tensor, "*b"], tail: Float64[Tensor, "*b"]) -> Floa
 
 
 def sample_by_length(control: Control, count: int, generator: torch.Generator) -> Float64[Tensor, " count"]:
-    """Draw parameters of a curve $b$ whose points are uniformly distributed along the length of the curve.
+    """Draw random parameters of a curve, such that the corresponding points are uniform along its length.
 
-    The density of the parameters is exactly $|b'(t)| / L$, where $b'$ is the velocity and $L$ is the length of the
-    curve. The function uses rejection sampling with an upper bound on the speed. The velocity is itself a Bézier curve,
-    so the length of its longest control vector is such a bound.
+    The density of a parameter $t$ is exactly $|b'(t)| / L$, where $b'$ is the velocity of the curve $b$, and $L$ is its
+    length. The function uses rejection sampling.
+
+    Args:
+        control: the control points of the curve.
+        count: the number of parameters.
+        generator: the random generator.
     """
+    # The velocity is itself a Bézier curve, so its longest control vector is an upper bound on the speed.
     bound = (len(control) - 1) * control.diff(dim=0).norm(dim=-1).max()
     # Each pass draws twice the requested number, because some of the draws are rejected.
     accepted = control.new_zeros(0)

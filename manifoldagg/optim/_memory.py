@@ -20,12 +20,12 @@ __all__ = ["MemoryAccess", "check_no_alias"]
 class MemoryAccess:
     """The tensors that the optimizer step of one model writes and reads.
 
-    The tensors are grouped into rows. A row contains one tensor for each parameter of the model.
+    The tensors are stored in lists. Each list contains one tensor for each parameter of the model.
 
     Attributes:
         names: the names of the parameters.
-        writes: the rows that the step overwrites. They contain the parameters and the stored state.
-        reads: the rows that the step only reads, such as gradients. Objects that are not tensor lists are ignored.
+        writes: the lists that the step overwrites: the parameters, and each stored state such as a momentum.
+        reads: the lists that the step only reads, such as the gradients. Other objects, such as `None`, are ignored.
     """
 
     names: Sequence[str]
@@ -34,10 +34,11 @@ class MemoryAccess:
 
 
 def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
-    """Check that no tensor that a step writes shares memory with another tensor of the step.
+    """Check that no tensor that an optimizer step writes shares memory with another tensor of the step.
 
-    There is one exception: a tensor that the step only reads may be identical to a written tensor of the same
-    parameter. This case is safe, because the step reads each number before it overwrites this number.
+    There is one exception. A tensor that the step only reads, such as a gradient, may have exactly the memory of a
+    written tensor that belongs to the same parameter of the model. This is safe, because the step reads each element
+    before it overwrites it.
 
     Args:
         accesses: the memory of each model that is updated.

@@ -73,12 +73,13 @@ def common(state: ParamState) -> dict[str, Any]:
 def uniform_across_params(states: Sequence[ParamState]) -> bool:
     """Return whether all parameters have the same shared state.
 
-    The shared state of a parameter is the result of `common`. The function compares one entry of all parameters at a
-    time. For models with hundreds of parameters, this is faster than calling `common` for each parameter.
+    The shared state consists of the numbers that the optimizer stores for a whole model, and not for a single
+    parameter. The function `common` extracts it from the state of one parameter.
 
     Args:
         states: the stored state of each parameter.
     """
+    # Comparing all parameters entry by entry is faster than calling `common` for each of hundreds of parameters.
     first = states[0]
     if any(one.keys() != first.keys() for one in states):
         return False
@@ -217,10 +218,10 @@ class NormBound:
         return NormBound(row, rounded * norm, tuple(map(_version, row)))
 
     def applies_to(self, row: TensorList) -> bool:
-        """Return whether the bound is valid for `row`, a list with one tensor for each parameter.
+        """Return whether this upper bound on a norm is valid for `row`, a list with one tensor for each parameter.
 
-        The bound is valid if `row` contains the tensor objects for which the bound was computed, and none of them has
-        been written since then.
+        The bound is valid if `row` contains the same tensor objects as the list for which it was computed, and if these
+        tensors have not been modified since then.
         """
         same = len(row) == len(self.row) and all(map(is_, row, self.row))
         return same and tuple(map(_version, row)) == self.versions
@@ -266,12 +267,11 @@ def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound
 
 
 def _restore_tuples(tree: Any) -> Any:
-    """Convert each dict whose keys are decimal numbers to a tuple.
-
-    The items are sorted by key, because a loaded state may contain them in a different order.
-    """
+    """Convert each dict whose keys are decimal numbers back to a tuple."""
     if not isinstance(tree, dict):
         return tree
+    # The names of the entries contain the indices of tuples as decimal numbers. The items are sorted by index, because
+    # a loaded state may contain them in a different order.
     branches = {name: _restore_tuples(branch) for name, branch in tree.items()}
     if branches and all(name.isdigit() for name in branches):
         return tuple([branches[place] for place in sorted(branches, key=int)])

@@ -167,9 +167,9 @@ class Outer(torch.optim.Optimizer):
     ) -> Any:
         r"""Apply the pseudo-gradients in `grad` to the parameters, as one update of one worker.
 
-        Some rules, such as `FedOrtho`, use the drift. The drift is the difference between the current parameters and
-        the start model of the worker. If such a rule applies the update of a stale worker, pass the start model of the
-        worker as `base`. `HeLoCo`, `Momentum(ASGD(...))` and buffered rules do not use the drift.
+        An update is stale if the parameters have changed since the worker started. Some rules, such as `FedOrtho`,
+        depend on this change, which is called the drift. To apply a stale update with such a rule, pass the model from
+        which the worker started as `base`. `HeLoCo`, `Momentum(ASGD(...))` and buffered rules do not use the drift.
 
         Args:
             closure: a function that computes the gradients and returns the loss. With `None`, the gradients must
@@ -353,16 +353,18 @@ class ParamSet:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """An optimizer step for a set of parameters that has been validated but not yet applied.
+    """An optimizer step that has been validated but not yet applied.
 
     Attributes:
-        params: the parameters.
-        names: the names of the parameters in error messages.
-        current: the parameters as local tensors. For a sharded parameter, this is the local shard.
+        params: the parameters that the step changes.
+        names: the names of the parameters, for error messages.
+        current: the local tensors of the parameters. For a sharded parameter, this is the local shard.
         previous_states: the stored state of each parameter before the step.
-        pending_step: the linear combination to add to the parameters, or `None` if the parameters do not change.
-        new_state: the entries of the new state of the rule, by name.
-        norm_bounds: the known upper bounds on the norms of state entries, by name, or `None` for sharded parameters.
+        pending_step: the change of the parameters, as a linear combination of tensors that is not yet computed. It is
+            `None` if the parameters do not change.
+        new_state: the entries of the new state of the optimizer, by name.
+        norm_bounds: known upper bounds on the norms of stored tensors, by name of the entry. It is `None` for sharded
+            parameters.
     """
 
     params: list[Tensor]

@@ -1,8 +1,10 @@
-"""Routing of tasks to clients, which determines how often an asynchronous server selects each client.
+"""Routing of tasks to clients in asynchronous federated learning.
 
-The package models a server and its clients as a closed queueing network, in which each client has a service rate. It
-computes delays and convergence bounds for a given routing, and finds the routing with the smallest bound. The package
-does not use any models, so it depends only on NumPy and SciPy.
+A routing determines how often the server selects each client. The package describes the server and its clients as a
+closed queueing network, in which each client has a service rate. It computes the delays and the convergence bounds of a
+given routing, and finds the routing with the smallest bound.
+
+The computations use NumPy and SciPy. They need only a few constants of the training problem, and not the trained model.
 """
 
 from manifoldagg.routing.adaptive import AdaptiveRouting

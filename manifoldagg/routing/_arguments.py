@@ -1,6 +1,7 @@
-"""Validation of the shares and rates of clients, and base classes for dataclasses that contain arrays.
+"""Helpers for functions and dataclasses whose arguments are arrays with one number per client.
 
-The validated shares and rates are read-only float64 vectors.
+The functions validate the shares and the service rates of clients, and return them as read-only float64 vectors. The
+base classes define `repr`, equality and hashes for dataclasses that store such vectors.
 """
 
 import dataclasses
@@ -24,8 +25,8 @@ MAX_RATE = 1e300
 def rate_vector(values: Numbers) -> np.ndarray:
     """Validate the service rates of clients in tasks per unit of time, and return them as a vector.
 
-    The mean service time of a client is the reciprocal of its rate, and must be a finite float. The function therefore
-    also rejects very small and very large rates.
+    All rates must be between `MIN_RATE` and `MAX_RATE`. The mean service times, which are the reciprocals of the rates,
+    then neither overflow nor underflow.
 
     Raises:
         ArgumentError: if a rate is not between `MIN_RATE` and `MAX_RATE`.

@@ -130,20 +130,22 @@ class AdaptiveRouting:
         self._last_return[i] = max(self._last_return[i], time)
 
     def observe_loss(self, value: float) -> None:
-        """Record the loss of the current server model, for the estimate of the gap A.
+        """Record the loss of the current server model.
 
-        The estimated gap is the first recorded loss minus the lowest one. The first recorded loss must therefore be the
-        loss of the initial model.
+        The losses are used to estimate the gap A, which is the initial loss minus the lowest possible loss. The
+        estimate is the first recorded loss minus the lowest recorded loss. The first recorded loss must therefore be
+        that of the initial model.
         """
         value = check_number("value", value)
         first, lowest = self._losses or (value, value)
         self._losses = first, min(lowest, value)
 
     def observe_noise(self, value: float) -> None:
-        """Record a sample of the gradient noise B, which is estimated by the mean of all samples.
+        r"""Record a sample of the gradient noise B, a constant of the convergence bound.
 
-        For example, a sample can be twice the squared distance between the gradient of a client and the mean gradient
-        of all clients.
+        The noise is defined as $B = 2M^2 + \sigma^2$, where $M^2$ is the heterogeneity of the clients, and $\sigma^2$
+        is the variance of their gradients. The estimate of B is the mean of all samples. If the variance is small, use
+        twice the squared distance between the gradient of a client and the mean gradient of all clients as a sample.
         """
         value = check_number("value", value, at_least=0)
         count, mean = self._noise
@@ -187,13 +189,16 @@ class AdaptiveRouting:
         return replace(bound, rounds=max(bound.rounds, self._rounds)) if gap and isinstance(bound, TimeBound) else bound
 
     def reroute(self, now: float | None = None) -> np.ndarray:
-        """Move the routing towards the best routing for the estimated bound, and return the new shares p, (n,).
+        """Move the current routing towards the routing that minimises the convergence bound.
 
-        The option `max_change` limits the size of the move. The best routing itself is stored in the attribute
-        `last_optimum`.
+        The bound is evaluated with the constants that have been estimated so far. The option `max_change` limits the
+        size of the move. The attribute `last_optimum` contains the minimiser itself.
 
         Args:
             now: the current time, as in `rates`.
+
+        Returns:
+            The new shares p of the clients, (n,).
         """
         self.last_optimum = optimise_routing(self.bound(now), starts=[self._p, *STARTS], tolerance=1e-6)
         distance = 0.5 * float(np.abs(self.last_optimum.p - self._p).sum())

@@ -33,10 +33,11 @@ MeanAndProduct = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Bound(ContentEquality, ShortRepr):
-    """Base class for convergence bounds, which limit the gradient norm as a function of the routing.
+    """Base class for convergence bounds of asynchronous training, as functions of the routing.
 
-    A bound object stores the constants of an optimisation problem. Call the object with a routing to evaluate the
-    bound.
+    A routing assigns each client its share of the tasks. A convergence bound is an upper bound on the mean squared norm
+    of the gradient during a run, up to a factor. An object of this class stores the other constants of the bound, such
+    as the learning rate. Call the object with a routing to evaluate the bound.
 
     Args:
         rates: the service rates of the clients, (n,), in tasks per unit of time.
@@ -81,9 +82,12 @@ class Bound(ContentEquality, ShortRepr):
         return self._value(self._check_routing(p))
 
     def unnormalised(self, p: np.ndarray | Sequence[float]) -> float:
-        """Evaluate the formula of the bound at positive numbers p, (n,), whose sum may differ from 1.
+        """Evaluate the formula of the convergence bound at positive numbers that need not sum to 1.
 
         The method `gradient` computes the derivatives of this formula.
+
+        Args:
+            p: positive numbers, (n,). If their sum is 1, the result is the bound at this routing.
 
         Raises:
             ArgumentError: if an entry is not positive.
@@ -92,10 +96,13 @@ class Bound(ContentEquality, ShortRepr):
         return self._value(positive_vector("p", p, self.clients))
 
     def gradient(self, p: np.ndarray | Sequence[float]) -> np.ndarray:
-        """Compute the partial derivatives of the bound with respect to the shares $p_j$ of a routing, (n,).
+        """Compute the partial derivatives of the convergence bound with respect to the shares $p_j$ of a routing.
 
-        The derivatives are those of the method `unnormalised`, so they ignore the constraint that the shares sum to 1.
-        Every change of a routing preserves this sum. Therefore, only the differences between the derivatives matter.
+        The derivatives treat the shares as independent variables. In fact, the shares of a routing always sum to 1.
+        Therefore, only the differences between the derivatives are meaningful.
+
+        Returns:
+            The derivatives of the method `unnormalised`, (n,).
 
         Raises:
             ArgumentError: if p is not a routing with positive shares.
@@ -110,11 +117,14 @@ class Bound(ContentEquality, ShortRepr):
         return self._value_and_slope(self._check_routing(p))
 
     def logit_gradient(self, theta: np.ndarray | Sequence[float]) -> np.ndarray:
-        r"""Compute the gradient of the bound with respect to logits $\theta$, (n,).
+        r"""Compute the gradient of the convergence bound with respect to the logits $\theta$ of a routing.
 
-        The logits define the routing $p = \operatorname{softmax}(\theta)$, so an optimiser can vary them without
-        constraints. Let $g$ be the gradient of the bound with respect to $p$. Entry $j$ of the result is $p_j (g_j -
-        \langle p, g \rangle)$.
+        The logits define the shares $p = \operatorname{softmax}(\theta)$ of the routing, so an optimiser can vary them
+        without constraints. Let $g$ be the gradient of the bound with respect to $p$. Entry $j$ of the result is
+        $p_j (g_j - \langle p, g \rangle)$.
+
+        Args:
+            theta: the logits, (n,).
 
         Raises:
             ArgumentError: if theta does not have n finite entries, or if a share underflows to 0.
@@ -127,17 +137,23 @@ class Bound(ContentEquality, ShortRepr):
         return slope
 
     def over_concurrency(self, routing: np.ndarray | Sequence[float]) -> Iterator[tuple[float, float]]:
-        r"""Evaluate the bound at a routing for the concurrencies m = 1, 2, 3, ..., as an infinite iterator.
+        r"""Yield the convergence bound at a routing for the concurrencies m = 1, 2, 3, ..., without end.
 
-        For each concurrency m, the iterator yields two numbers: the bound for m, and a lower limit of the bound for m
-        and all larger concurrencies. A search can stop when this lower limit exceeds the best bound.
+        The concurrency is the number of tasks in the network. For each m, the iterator yields a pair of numbers:
 
-        The lower limit follows from two facts. The mean queue lengths and the throughput increase with m, and the
-        throughput is always below $1 / \max_i (p_i / \mu_i)$ for the shares $p_i$ and the service rates $\mu_i$. Each
-        step of the iterator needs O(n) operations.
+        1. the bound for m;
+        2. a number that is not larger than the bound for m or for any larger concurrency.
+
+        A search for the best concurrency can stop when the second number exceeds the smallest bound found so far.
+
+        The second number is the bound for m, with the throughput replaced by its upper limit
+        $1 / \max_i (p_i / \mu_i)$. Here, $p_i$ are the shares and $\mu_i$ the service rates of the clients. For larger
+        concurrencies, the throughput stays below this limit, and the mean queue lengths in the bound increase.
 
         Raises:
             ArgumentError: if `routing` is not a routing with positive shares.
+
+        Cost: O(n) operations for each step of the iterator.
         """
         p = self._check_routing(routing)
         loads = p / np.asarray(self.rates)
@@ -183,20 +199,29 @@ class Bound(ContentEquality, ShortRepr):
     def _formula(
         self, p: np.ndarray, concurrency: int, throughput: float, others: np.ndarray, means: np.ndarray
     ) -> float:
-        """Compute the bound from the throughput λ and the mean queue lengths of the clients.
+        r"""Compute the convergence bound from the throughput and the mean queue lengths of the clients.
 
-        The array `others` contains the means E[X] at the dispatch of a task, and `means` contains the means E[ξ] at a
-        random time.
+        Args:
+            p: the shares of the clients, (n,).
+            concurrency: m, the number of tasks in the network.
+            throughput: $\lambda$, the number of completed tasks per unit of time.
+            others: $E[X]$, the mean numbers of other tasks at each client at the dispatch of a task, (n,).
+            means: $E[\xi]$, the mean numbers of tasks at each client at a random time, (n,).
         """
         raise NotImplementedError
 
     def _slope(
         self, p: np.ndarray, value: float, throughput: float, others: MeanAndProduct, means: MeanAndProduct
     ) -> np.ndarray:
-        """Compute the gradient of the bound from the mean queue lengths of the clients.
+        r"""Compute the gradient of the convergence bound from the queue lengths of the clients.
 
-        The argument `others` describes the queues at the dispatch of a task, and `means` describes them at a random
-        time. Each argument is a pair of the mean queue lengths and the product of their covariance matrix with 1/p².
+        Args:
+            p: the shares of the clients, (n,).
+            value: the bound at p.
+            throughput: $\lambda$, the number of completed tasks per unit of time.
+            others: a pair of vectors for the queue lengths X at the dispatch of a task. The first vector is the mean of
+                X. The second vector is the product of the covariance matrix of X with the vector $1 / p^2$.
+            means: the same pair for the queue lengths $\xi$ at a random time.
         """
         raise NotImplementedError
 
@@ -221,9 +246,9 @@ class Bound(ContentEquality, ShortRepr):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class UpdateBound(Bound):
-    r"""The convergence bound G, which limits the gradient norm per update.
+    r"""The convergence bound G, for runs with a limited number of updates.
 
-    G is an upper bound on $\frac18$ of the mean of $\| \nabla f \|^2$ over the updates of a run, where f is the loss:
+    Let f be the loss. G is an upper bound on $\frac18$ of the mean of $\| \nabla f \|^2$ over the updates of a run:
 
     $$G(p) = \frac{A}{\eta (T+1)} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[X_i]}{p_i^2}, \quad X \sim \pi_{n,m-1}$$

@@ -79,8 +79,6 @@ def variance(loads: np.ndarray, concurrency: int) -> np.ndarray:
 
     Cost: O(nm) time and O(n) memory.
 
-    Cost: O(nm) time and O(n) memory.
-
     Example:
         >>> variance(np.ones(2), 1).tolist()
         [0.25, 0.25]

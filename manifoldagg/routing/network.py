@@ -1,6 +1,7 @@
-"""Closed queueing networks in the stationary state, which determine the delays and the throughput of a routing.
+"""Closed queueing networks, which predict the delays and the throughput of a routing.
 
-In a closed network, a fixed number of tasks circulates among the clients.
+In a closed network, a fixed number of tasks circulates among the clients. All predictions are for the stationary state,
+which the network approaches after a long time.
 """
 
 from collections.abc import Sequence
@@ -69,29 +70,32 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @property
     def throughput(self) -> float:
-        r"""The throughput $\lambda = Z_{n,m-1} / Z_{n,m}$: the number of completed tasks per unit of time.
+        r"""The throughput $\lambda$: the number of tasks that all clients complete per unit of time.
 
-        Each completed task is one update of the server model. $Z_{n,k}$ is the normalising constant of the stationary
-        distribution $\pi_{n,k}$ for n clients and k tasks.
+        Each completed task is one update of the server model. Let $Z_{n,k}$ be the normalising constant of the
+        stationary distribution for n clients and k tasks. With m tasks, $\lambda = Z_{n,m-1} / Z_{n,m}$.
         """
         return float(self._throughputs[-1] / self._scale)
 
     @property
     def relative_delay(self) -> np.ndarray:
-        """The mean relative delays $E[D_i] = E[X_i]$ of the clients, in updates, (n,).
+        """The mean relative delay $E[D_i]$ of each client in updates, (n,).
 
-        For a random task, the relative delay $D_i$ of client i is defined as follows. If the task is at client i, $D_i$
-        is the number of updates that the server receives during the task. Otherwise, $D_i$ is 0. The mean relative
-        delays of all clients add up to m - 1, where m is the concurrency. The mean delay of the tasks at client i is
-        $E[D_i] / p_i$, where $p_i$ is the share of the client.
+        The delay of a task is the number of updates that the server receives from other tasks while this task is in
+        progress. $E[D_i]$ is a mean over all tasks of all clients, in which only the delays of client i count, and all
+        others are 0. The mean delay of the tasks of client i alone is $E[D_i] / p_i$, where $p_i$ is the share of the
+        client.
+
+        $E[D_i]$ is equal to $E[X_i]$, the mean number of other tasks at client i at the dispatch of a task. The sum
+        over all clients is m - 1, where m is the number of tasks in the network.
         """
         return self._mean_value_steps[1]
 
     @property
     def mean_tasks(self) -> np.ndarray:
-        r"""The mean number $E[\xi_i]$ of tasks at each client, (n,), either queued or in service.
+        r"""The mean number $E[\xi_i]$ of queued and running tasks at each client, (n,).
 
-        The sum over all clients is the concurrency m.
+        The sum over all clients is the number m of tasks in the network.
         """
         return self._mean_value_steps[2]
 
@@ -106,14 +110,14 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @cached_property
     def covariance(self) -> np.ndarray:
-        r"""The covariance matrix of the queue lengths of the clients when a task is dispatched, (n, n).
+        r"""The covariance matrix (n, n) of the queue lengths of the clients at the dispatch of a task.
 
-        The queue length $X_i$ of client i does not include the dispatched task itself. The entry
-        $\operatorname{Cov}[X_i, X_j]$ is also the derivative of the mean relative delay $E[D_i]$ of client i with
-        respect to $\log p_j$, where $p_j$ is the share of client j. The matrix therefore shows how the routing changes
-        the delays.
+        The queue length $X_i$ of client i is the number of its tasks, without the dispatched task. The matrix shows how
+        the routing changes the queues: its entry $\operatorname{Cov}[X_i, X_j]$ is the derivative of the mean $E[X_i]$
+        with respect to $\log p_j$, where $p_j$ is the share of client j. The mean $E[X_i]$ is also the mean relative
+        delay of client i.
 
-        Source: Queue (7), with the corrected formula for E[X_i²].
+        Source: Queue, equation (7), with a corrected formula for E[X_i²].
         """
         return _read_only(covariance(self._loads, self.concurrency - 1))
 
@@ -127,21 +131,27 @@ class ClosedNetwork(ContentEquality, ShortRepr):
         return _read_only(variance(self._loads, self.concurrency - 1))
 
     def distribution(self, client: int, *, others: bool = False) -> np.ndarray:
-        r"""Compute the distribution $P(\xi_i = k)$ of the number of tasks at client i, for k = 0, ..., m, (m + 1,).
+        r"""Compute the probability distribution of the number $\xi_i$ of tasks at client i.
 
-        Let $\lambda_j$ be the throughput with j tasks, and $\lambda'_j$ the throughput with j tasks and without client
-        i. Each probability is the product of two factors:
+        Entry k of the result is the probability $P(\xi_i = k)$. In a network with m tasks, it is the product of two
+        factors:
 
         - the probability that client i has at least k tasks, $P(\xi_i \ge k) = \prod_{j<k} \rho_i \lambda_{m-j}$;
-        - the probability that client i is idle in a network of m - k tasks. In a network of k tasks, this probability
-          is $P_k(0) = \prod_{j \le k} \lambda_j / \lambda'_j$.
+        - the probability that client i is idle if the network has only m - k tasks,
+          $\prod_{j \le m-k} \lambda_j / \lambda'_j$.
 
-        The computation contains no subtractions, so even very small probabilities have a small relative error.
+        Here, $\rho_i$ is the share of client i divided by its service rate. The throughput with j tasks is $\lambda_j$,
+        and it is $\lambda'_j$ if client i is removed from the network. The computation contains no subtractions, so
+        even very small probabilities have a small relative error.
 
         Args:
             client: the index i, from 0.
-            others: whether to return the distribution at the dispatch of a task instead, $P(X_i = k)$ for
-                k = 0, ..., m - 1, (m,).
+            others: whether to return the distribution at the dispatch of a task instead. It is the distribution of the
+                number $X_i$ of other tasks at client i.
+
+        Returns:
+            The probabilities for k = 0, ..., m, (m + 1,). With `others`, the probabilities $P(X_i = k)$ for k = 0, ...,
+            m - 1, (m,).
 
         Raises:
             ArgumentError: if the index is invalid.
@@ -207,10 +217,8 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @cached_property
     def _mean_value_steps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The throughputs for 1, ..., m tasks, and the mean queue lengths for m - 1 and for m tasks.
-
-        The throughputs are those of a network whose loads are scaled to the maximum 1.
-        """
+        """The throughputs for 1, ..., m tasks, and the mean queue lengths for m - 1 and m tasks."""
+        # The largest of the scaled loads is 1. These throughputs are therefore the true ones, multiplied by `_scale`.
         rates = np.empty(self.concurrency)
         before = means = np.zeros_like(self._loads)
         for k, (rate, after) in enumerate(islice(mean_values(self._loads), self.concurrency)):

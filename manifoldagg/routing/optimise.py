@@ -90,15 +90,16 @@ def optimise_routing(
     tolerance: float = 1e-8,
     steps: int = 500,
 ) -> Routing:
-    """Find the routing with the smallest bound.
+    """Find the routing of tasks to clients with the smallest convergence bound.
 
     The bounds are not convex. The function therefore starts from several routings, and returns the lowest local minimum
-    that it finds. A lower minimum may exist. Clients with equal rates may get different shares, because sending most
-    tasks to one client can be better than sending a few tasks to each of several clients.
+    that it finds. A lower minimum may exist.
 
-    The function minimises log bound(softmax(θ)) over logits θ in two stages. First, SciPy's L-BFGS-B reduces the
-    gradient norm to about 1e-8. Rounding errors in its line search prevent smaller norms, so SciPy's Newton-Krylov
-    method then reduces the norm further.
+    From each start, the function minimises log bound(softmax(θ)) over logits θ in two stages:
+
+    1. SciPy's L-BFGS-B reduces the gradient norm to about 1e-8. Rounding errors in its line search prevent smaller
+       norms.
+    2. SciPy's Newton-Krylov method reduces the norm further.
 
     Args:
         bound: an `UpdateBound` or a `TimeBound`.
@@ -109,7 +110,9 @@ def optimise_routing(
         steps: the maximum number of L-BFGS steps from each start. A step costs O(nm).
 
     Returns:
-        The best routing, with its gradient norm and its start.
+        The best routing, with its gradient norm and its start. Clients with equal rates may get different shares. The
+        reason is that sending most tasks to one client can be better than sending a few tasks to each of several
+        clients.
 
     Raises:
         ArgumentError: if a start is neither a known name nor a routing with positive shares.
@@ -158,12 +161,11 @@ def optimise_routing(
 def optimise_concurrency(
     bound: Bound, routing: np.ndarray | Sequence[float] | None = None, *, max_concurrency: int | None = None
 ) -> int:
-    """Find the concurrency with the smallest bound at a given routing.
+    """Find the number of concurrent tasks with the smallest convergence bound at a given routing.
 
-    The search evaluates the bound for 1, 2, 3, ... concurrent tasks. At each number of tasks, it also knows a lower
-    limit of the bound for all larger numbers. The search stops when this lower limit exceeds the best bound by more
-    than rounding errors. The result is therefore the minimum over all concurrencies, unless `max_concurrency` ends the
-    search earlier. For a single client, the best concurrency is 1.
+    The function evaluates the bound for 1, 2, 3, ... tasks. It stops when the bounds for all larger numbers are certain
+    to be larger than the best bound so far. The result is therefore the minimum over all numbers of tasks, unless
+    `max_concurrency` ends the search earlier. For a single client, the best number is 1.
 
     Args:
         bound: the bound. Its attribute `concurrency` is ignored.
@@ -190,7 +192,8 @@ def optimise_concurrency(
         if value < best:
             best = value
             argument = tasks
-        # If the throughput has reached its limit, both values are equal up to rounding.
+        # No larger number of tasks has a bound below `least`. If the throughput has reached its limit, `least` and
+        # `value` are equal up to rounding, so the comparison has a tolerance.
         if least > best * (1 + ROUNDING) or bound.clients == 1:
             return argument
     if max_concurrency is None:

@@ -33,24 +33,24 @@ class Clients(ShortRepr):
     groups: tuple[str, ...]
 
     def members(self) -> dict[str, np.ndarray]:
-        """Return the indices of the clients in each group.
+        """Return the indices of the clients in each group, by the name of the group.
 
-        The groups are in the order of their first clients.
+        The groups are sorted by their first occurrence in the list of clients.
         """
         return {group: np.flatnonzero(np.array(self.groups) == group) for group in dict.fromkeys(self.groups)}
 
 
 @dataclass(frozen=True, repr=False)
 class Group(ShortRepr):
-    """The mean metrics of a group of clients for one routing.
+    """Means over the clients of a group, for one routing of tasks to clients.
 
     Attributes:
         name: the name of the group.
         clients: the number of clients in the group.
-        rate: the mean service rate of a client.
+        rate: the mean service rate of a client, in tasks per unit of time.
         share: the mean share of the tasks that a client gets.
         queue: the mean number of tasks at a client.
-        delay: the mean relative delay of a client in updates.
+        delay: the mean delay of a client in updates of the server model, as in `ClosedNetwork.relative_delay`.
     """
 
     name: str
@@ -124,10 +124,10 @@ class Plan:
 
 
 def make_plan(clients: Clients, bound: Bound) -> Plan:
-    """Find the routing with the smallest bound, and compare it with the uniform and the balanced routing.
+    """Find the routing with the smallest convergence bound, and compare it with two simple routings.
 
-    The uniform routing gives all clients equal shares. The balanced routing gives each client a share that is
-    proportional to its service rate.
+    The uniform routing gives all clients equal shares of the tasks. The balanced routing gives each client a share that
+    is proportional to its service rate.
 
     Example:
         >>> from manifoldagg.routing import TimeBound

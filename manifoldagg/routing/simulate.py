@@ -49,10 +49,15 @@ def simulate(
 ) -> Simulation:
     """Simulate a closed network until its clients have completed `num_updates` tasks.
 
-    The function does not validate its arguments. Except for `utilisation`, they are described in
-    [`ClosedNetwork.simulate`][manifoldagg.routing.ClosedNetwork.simulate].
+    The function does not validate its arguments. The method
+    [`ClosedNetwork.simulate`][manifoldagg.routing.ClosedNetwork.simulate] validates them and then calls this function.
 
     Args:
+        routing: the shares of the clients, (n,).
+        rates: the service rates of the clients, (n,).
+        concurrency: m, the number of tasks in the network.
+        num_updates: the number of completions.
+        generator: the random generator.
         utilisation: the utilisation of the clients in the network with m - 1 tasks, (n,), for a stationary start.
             `None` selects a cold start.
 
@@ -117,12 +122,24 @@ def simulate(
 
 
 def sample_stationary(utilisation: np.ndarray, concurrency: int, generator: np.random.Generator) -> np.ndarray:
-    r"""Draw the queue lengths of all clients, (n,) integers, from the exact stationary distribution with k tasks.
+    """Draw the queue lengths of all clients from the exact stationary distribution of a network with k tasks.
 
-    The number k is `concurrency`. The function uses rejection sampling. It first draws the queue lengths of all clients
-    except the busiest one from geometric distributions, whose ratios are the utilisations $U_i$ of the clients. The
-    busiest client gets the remaining r of the k tasks. The function accepts the draw with the probability $U_{\max}^r$,
-    where $U_{\max}$ is the utilisation of the busiest client. If r is negative, it rejects the draw and tries again.
+    The function uses rejection sampling:
+
+    1. Draw the queue lengths of all clients except the busiest one from geometric distributions. The ratio of each
+       distribution is the utilisation of the client.
+    2. Let r be k minus the sum of these queue lengths. If r is negative, reject the draw and repeat step 1.
+    3. Accept the draw with the probability $U^r$, where $U$ is the utilisation of the busiest client. Otherwise, repeat
+       step 1.
+    4. Set the queue length of the busiest client to r.
+
+    Args:
+        utilisation: the utilisation of each client, (n,).
+        concurrency: k, the number of tasks.
+        generator: the random generator.
+
+    Returns:
+        The queue lengths, (n,) integers.
     """
     state = np.zeros(len(utilisation), dtype=np.int64)
     busiest = int(utilisation.argmax())
