@@ -1,7 +1,7 @@
-"""Lossless compression of tensors, and rounding of their entries within an error bound.
+"""Lossless compression of tensors with zstandard, and rounding of their entries within an error bound.
 
-The lossless compression groups the bytes of all numbers by their significance, because bytes of the same significance
-are often similar.
+Before the compression, a byte shuffle stores the first bytes of all numbers together, then the second bytes, and so on.
+The shuffled bytes compress better, because the bytes at the same position of each number are often similar.
 """
 
 import math
@@ -40,7 +40,9 @@ def round_to_grid(x: Tensor, error: float) -> Tensor:
 
 
 def compress_planes(data: memoryview, width: int) -> bytes:
-    """Compress an array of numbers with zstandard, after grouping its bytes by their position in a number.
+    """Compress an array of numbers with zstandard, after a byte shuffle.
+
+    The byte shuffle stores the first bytes of all numbers together, then the second bytes, and so on.
 
     Args:
         data: the bytes of the numbers.

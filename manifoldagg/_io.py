@@ -282,13 +282,14 @@ def _lock_folder(folder: Path) -> int:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the temporary files that killed processes left for `path`, and move a replaced folder back to `path`."""
+    """Clean up after earlier processes that were killed while they replaced `path`."""
     for folder in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}{DRAFT_SUFFIX}"):
         # Another process may have removed the draft or may be using it, or the access may not be permitted.
         with suppress(OSError):
             file = os.open(folder, FOLDER_FLAGS)
             try:
                 if _flock(file):
+                    # If the process was killed between its two renames, the draft folder contains the old folder.
                     _restore(folder / f"{path.name}{REPLACED_SUFFIX}", path)
                     _remove(folder)
             finally:
@@ -329,11 +330,7 @@ def _flock(file: int, *, blocking: bool = False) -> bool:
 
 
 def _rotate(path: Path, keep: int, folder: Path) -> None:
-    """Keep the current file at `path` as `path.1`, after renaming `path.1` to `path.2` and so on.
-
-    The file also remains at `path`, because `path.1` is a hard link to it. If the file system does not support hard
-    links, `path.1` is a copy.
-    """
+    """Rename `path.1` to `path.2` and so on, then create `path.1` as a hard link to `path`."""
     latest = _backup_path(path, 1)
     if keep == 1 or not path.exists() or (latest.exists() and path.samefile(latest)):
         return
@@ -341,6 +338,7 @@ def _rotate(path: Path, keep: int, folder: Path) -> None:
         if _backup_path(path, i - 1).exists():
             os.replace(_backup_path(path, i - 1), _backup_path(path, i))
     link = folder / latest.name
+    # With a hard link, the file also remains at `path`. If the file system has no hard links, `path.1` is a copy.
     try:
         os.link(path, link)
     except OSError as error:

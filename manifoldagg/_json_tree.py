@@ -74,11 +74,8 @@ def encode(
 
 
 def _write_json(node: Any, large: set[int]) -> str:
-    """Convert an encoded value to JSON text.
-
-    The set `large` contains the `id` of each large list and dict. Their items are converted by separate calls of
-    `json.dumps`, because a single long call would block all other threads.
-    """
+    """Convert an encoded value to JSON text, item by item for the lists and dicts in `large`."""
+    # The set `large` contains ids. A single long call of `json.dumps` would block all other threads.
     if id(node) not in large:
         return json.dumps(node)
     if isinstance(node, list):

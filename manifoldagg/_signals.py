@@ -1,4 +1,4 @@
-"""Handling of the signals SIGINT (Ctrl-C) and SIGTERM by the command line.
+"""Signal handlers of the command line for SIGINT (Ctrl-C) and SIGTERM.
 
 By default, SIGINT ends the process immediately. Inside a `graceful_shutdown` block, SIGINT and SIGTERM raise an
 exception instead, so that cleanup code runs before the process ends.
@@ -23,8 +23,8 @@ FINALISER_DELAY = 0.01
 class Interrupt(KeyboardInterrupt):
     """The exception that SIGINT raises inside a `graceful_shutdown` block.
 
-    The exception is not a plain `KeyboardInterrupt`, because of the exit code. If a plain `KeyboardInterrupt` passes
-    through `exec`, Python kills its own process with SIGINT and ignores the exit code of the program.
+    This subclass of `KeyboardInterrupt` preserves the exit code of the program. If a plain `KeyboardInterrupt`
+    propagates out of a call of `exec`, Python ends its own process with the signal SIGINT and ignores the exit code.
     """
 
 

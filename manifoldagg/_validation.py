@@ -91,14 +91,15 @@ def short_repr(value: Any, max_length: int = MAX_REPR_LENGTH) -> str:
 
 
 def _summary(value: Any) -> str:
-    """Return the type and size of a module, a tensor, an array, or a container of such objects.
+    """Describe the type and size of a value, for example "Tensor of shape (3, 8)".
 
-    The result is "" for any other value, and for a tensor or an array without dimensions.
+    The result is "" for values other than modules, tensors, arrays, and containers of these objects.
     """
     kind = type(value)
     if issubclass(kind, torch.nn.Module):
         return f"{kind.__name__} with {sum(map(Tensor.numel, value.parameters())):,} parameters"
     if issubclass(kind, Tensor | np.ndarray):
+        # A single number has no dimensions, and its `repr` is short.
         return f"{kind.__name__} of shape {tuple(value.shape)}" if value.ndim else ""
     if not issubclass(kind, Mapping | list | tuple | set | frozenset):
         return ""
@@ -408,10 +409,14 @@ def rename_argument(message: str, names: Mapping[str, str], prefix: str = "") ->
 
 @contextmanager
 def renamed_arguments(names: Mapping[str, str], prefix: str = "") -> Iterator[None]:
-    """Rename an argument in the message of an `ArgumentError` that the `with` block raises.
+    """Rename the argument in the message of an `ArgumentError` that the `with` block raises.
 
-    A public function wraps its calls of internal functions in this block. The error messages then contain the argument
-    names of the public function. The arguments of this function are those of `rename_argument`.
+    The error message of an internal function contains the name of an internal argument. A public function calls
+    internal functions inside this block, so that the message contains the name of its own argument instead.
+
+    Args:
+        names: the names of the public arguments, by the names of the internal arguments.
+        prefix: a prefix for messages about arguments that are not in `names`.
 
     Example:
         >>> with renamed_arguments({"start": "model"}):

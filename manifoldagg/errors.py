@@ -34,7 +34,11 @@ class StateDictError(ArgumentError):
 
 
 class RuleError(ManifoldAggError):
-    """An aggregation rule, or a schedule of the rule, returned an invalid result for a valid client update."""
+    """An aggregation rule returned an invalid result for a valid client update.
+
+    The exception is also raised if a function in the options of the rule returns an invalid value. An example is a
+    learning-rate schedule that returns a negative number.
+    """
 
 
 class BusyError(ManifoldAggError):
@@ -46,16 +50,16 @@ class DivergenceError(ManifoldAggError, ArithmeticError):
 
 
 class CheckpointError(ManifoldAggError):
-    """A value cannot be saved to a file, or a saved file is invalid.
+    """The exception for a value that cannot be saved to a file, or for a saved file that is invalid.
 
     The message names the file, or the part of the value that cannot be saved.
     """
 
 
 class WireError(ManifoldAggError):
-    """A value cannot be serialized by `wire.pack`, or the bytes that `wire.unpack` receives are invalid.
+    """The exception for a value that `wire.pack` cannot serialize, or for invalid bytes that `wire.unpack` receives.
 
-    The message begins with `wire`.
+    All messages of this exception begin with `wire: `.
     """
 
 

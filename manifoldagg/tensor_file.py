@@ -7,7 +7,7 @@ entry is the path of the tensor in the tree. The metadata of the file contain:
 - the kind of the tree, which is a name such as `"rounds"` that the reader checks
 - the tree as JSON, with a reference in place of each tensor
 - the dtypes and shapes of entries that are compressed, or whose dtypes some safetensors readers do not support
-- a checksum of all bytes, which is omitted in messages with the same format
+- a checksum of all bytes (messages between a server and its clients have the same format without the checksum)
 
 Reading a file does not execute code.
 """

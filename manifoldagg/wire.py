@@ -59,9 +59,13 @@ def pack(
 ) -> bytes:
     r"""Serialize a message, a payload, a receipt or a ticket to bytes.
 
-    By default, the serialization preserves the dtype and each bit of a tensor. The option `error` allows rounding. With
-    the option `spec`, the bytes contain each model as one tensor per parameter, under the name of the parameter. A
-    ticket needs no `spec`, because it already contains the parameter space. The space itself is not serialized.
+    The server sends a message to a client, the client returns a payload, and the server replies with a receipt. A
+    ticket contains a message and permits the client to return one payload.
+
+    - By default, tensors keep their dtype and every bit of their values. The option `error` permits rounding.
+    - With the option `spec`, which describes the parameters of the model, the bytes contain each model as one tensor
+      per parameter, under the name of the parameter. The description itself is not serialized.
+    - A ticket already contains this description, so it needs no `spec`.
 
     Args:
         value: the value to serialize.
@@ -214,9 +218,9 @@ class _TensorWriter:
 
 
 class _TensorReader:
-    """Reader of the tensors in the result of `pack`.
+    """Reader for the tensors in bytes that `pack` has returned.
 
-    The constructor validates the complete header before any tensor is allocated.
+    The constructor validates the complete header of the bytes before any tensor is allocated.
     """
 
     def __init__(self, view: memoryview, space: ParameterSpace | None = None) -> None:

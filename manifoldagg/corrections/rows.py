@@ -108,7 +108,7 @@ class FrameRows:
 
         - `rungs` is the number of steps of the pole ladder, which approximates parallel transport on a curved space.
         - For low-rank parameters, such as LoRA adapters, the entries are the truncation errors that
-          [`AmbientSpace`][manifoldagg.manifolds.ambient.AmbientSpace] describes.
+          `AmbientSpace` describes.
 
         If neither applies, the result is empty.
         """
