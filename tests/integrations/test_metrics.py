@@ -122,6 +122,12 @@ def test_invented_names_displace_no_metric_that_more_nodes_report():
     assert len(found) == MAX_METRICS
 
 
+def test_names_in_several_records_of_a_node_displace_no_metric_that_more_nodes_report():
+    invented = {f"r{i}": MetricRecord({"n": 1} | {f"m{j}": 0.0 for j in range(MAX_METRICS)}) for i in range(3)}
+    honest = [RecordDict({"metrics": MetricRecord({"n": 1, "loss": 0.5})})] * 2
+    assert weighted_mean([RecordDict(invented), *honest], "n")["loss"] == 0.5
+
+
 def test_sample_counts_are_replaced_in_a_copy():
     content = RecordDict({"other": MetricRecord({"n": 0}), "metrics": MetricRecord({"n": 10**9, "loss": 0.5})})
     found = with_sample_count(content, "n", 30)

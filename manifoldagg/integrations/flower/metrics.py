@@ -121,15 +121,17 @@ def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
     reports: Counter[str] = Counter()
     for content in contents:
         samples = sample_count(content, key)
+        reported: dict[str, None] = {}  # A node may report a metric in several records, but it counts once.
         for record in content.metric_records.values() if samples else ():
             for name, value in record.items():
                 if name != key:
-                    reports[name] += 1
+                    reported[name] = None
                     values = value if isinstance(value, list) else [value]
                     length = len(values) if values is value else SCALAR
                     means = told.setdefault(name, {}).setdefault(length, [_WeightedMean() for _ in values])
                     for mean, each in zip(means, values, strict=True):
                         mean.add(each, samples or 0)
+        reports.update(list(reported))
     found: dict[str, float | list[float]] = {}
     kept = {name for name, _ in reports.most_common(MAX_METRICS)}
     for name, shapes in ((name, shapes) for name, shapes in told.items() if name in kept):
