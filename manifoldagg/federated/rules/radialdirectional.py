@@ -67,18 +67,16 @@ class RadialDirectional(FedAvg):
     not_private_because: ClassVar[str] = "it divides each tensor of an update by its length"
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return an estimate of the next step from the updates in the buffer.
+        """Return an upper bound of the next step, if all later updates of the cohort are zero.
 
-        The server checks that the model remains finite after this step. The estimate is the product of three factors:
-
-        - The learning rate.
-        - The mean displacement, where each tensor of each displacement is first scaled to norm 1.
-        - The largest mean norm of a tensor, where the mean is over the updates.
+        The server checks that the model remains finite after this step. An entry of a unit vector is at most 1, so each
+        entry of the bound is the product of the learning rate and the largest mean norm of a tensor. Its sign is that
+        of the sum of the directions in the buffer.
         """
         total = state["total"]
         if "buffer" not in state or not total > 0:
             return []
-        return [[(self.step_size(state) * max(state["lengths"], default=0.0) / total / total, state["buffer"])]]
+        return [[(self.step_size(state) * max(state["lengths"], default=0.0) / total, state["buffer"].sign())]]
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         check_points(self, update)

@@ -157,3 +157,16 @@ def test_stored_update_does_not_block_later_updates(rule, size, sign):
         receipt = send(server, i, torch.zeros(6))
         assert receipt.reason == ""
         server.state_dict()
+
+
+def test_directions_that_partly_cancel_do_not_block_later_updates():
+    """The mean of two directions is short, but the step of `RadialDirectional` has the mean norm of both updates."""
+    state = {"weight": torch.zeros(64, dtype=torch.float16)}
+    space = ParameterSpace.of_state_dict(state)
+    server = Server(space, RadialDirectional(3), space.point(state))
+    first = torch.eye(64)[0]
+    for client, rest in enumerate((1 - first, first - 1)):
+        send(server, client, 2e4 * (first + rest))
+    for client in range(6):
+        assert send(server, client, torch.zeros(64)).reason == ""
+    assert space.state_dict(server.model)["weight"].isfinite().all()
