@@ -134,7 +134,7 @@ def check_path(path: str | Path) -> Path:
 
 @contextmanager
 def os_errors(message: str) -> Iterator[None]:
-    """Convert an `OSError` that the `with` block raises to a `CheckpointError` that begins with `message`."""
+    """Replace an `OSError` in the `with` block by a `CheckpointError` whose text begins with `message`."""
     try:
         yield
     except OSError as error:

@@ -165,7 +165,7 @@ class _Encoder:
 
 
 def decode(node: Any, load_tensor: Callable[[Any], Any], *, is_bounded: bool = False, depth: int = 0) -> Any:
-    """Decode a tree from the parsed JSON text that `encode` returned.
+    """Convert parsed JSON back to the tree (nested dicts, lists and tuples) that `encode` has converted to JSON.
 
     If the JSON value is invalid, the function raises an exception. The type of this exception is not specified.
 

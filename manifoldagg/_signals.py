@@ -23,16 +23,14 @@ FINALISER_DELAY = 0.01
 class Interrupt(KeyboardInterrupt):
     """The exception that SIGINT raises inside a `graceful_shutdown` block.
 
-    This subclass of `KeyboardInterrupt` preserves the exit code of the program. If a plain `KeyboardInterrupt`
-    propagates out of a call of `exec`, Python ends its own process with the signal SIGINT and ignores the exit code.
+    If a plain `KeyboardInterrupt` propagates out of the built-in function `exec`, Python later ends the process with
+    the signal SIGINT and ignores the exit code of the program. Python does not do this for a subclass.
     """
 
 
 def exit_immediately(*_: object) -> NoReturn:
-    """Print a message and end the process immediately.
-
-    The function does not raise an exception, because a running import can suppress exceptions.
-    """
+    """Print a message and end the process immediately."""
+    # If SIGINT arrives during an import, the imported code could catch an exception and continue.
     os.write(2, b"interrupted\n")
     os._exit(SIGINT_EXIT_CODE)
 

@@ -243,7 +243,7 @@ def unique_name(path: TreePath, used: Container[str]) -> str:
 
 
 def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str], *, is_bounded: bool = False) -> bytes:
-    """Return the header of a tensor file, preceded by its length.
+    """Return the header of a tensor file, preceded by the length of the header.
 
     To complete the file, the caller writes the bytes of the tensors after the header, in the order of `entries`.
 

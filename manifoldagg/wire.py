@@ -63,8 +63,8 @@ def pack(
     ticket contains a message and permits the client to return one payload.
 
     - By default, tensors keep their dtype and every bit of their values. The option `error` permits rounding.
-    - With the option `spec`, which describes the parameters of the model, the bytes contain each model as one tensor
-      per parameter, under the name of the parameter. The description itself is not serialized.
+    - The option `spec` describes the parameters of the model. With this option, a model is serialized as one named
+      tensor for each parameter, and not as a single vector. The description itself is not serialized.
     - A ticket already contains this description, so it needs no `spec`.
 
     Args:
@@ -218,7 +218,7 @@ class _TensorWriter:
 
 
 class _TensorReader:
-    """Reader for the tensors in bytes that `pack` has returned.
+    """Reader of the tensors in a message that `pack` has serialized to bytes.
 
     The constructor validates the complete header of the bytes before any tensor is allocated.
     """

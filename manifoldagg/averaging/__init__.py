@@ -1,4 +1,4 @@
-"""Averages and merges of models, fits of curves and simplices to the models of a run, and ensembles of models."""
+"""Functions that average and merge models, fit curves and simplices to models, and evaluate ensembles."""
 
 from manifoldagg.averaging.average import AverageInfo, average
 from manifoldagg.averaging.certificate import Certificate, MergeInfo

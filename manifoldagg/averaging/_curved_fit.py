@@ -159,11 +159,9 @@ def _to_domain(embedding: Embedding, z: Tensor) -> Tensor:
 
 
 def _from_domain(embedding: Embedding, coordinates: Tensor) -> Tensor:
-    """Map coordinates on a curve or a simplex to unconstrained numbers, as the inverse function of `_to_domain`.
-
-    Coordinates on the boundary of the domain are first moved into the interior. Otherwise, the fit could not change
-    them, because its gradient is zero on the boundary.
-    """
+    """Map coordinates on a curve or a simplex to unconstrained numbers (the inverse of `_to_domain`)."""
+    # On the boundary of the domain, the derivative of `_to_domain` is zero, so a fit could not change the coordinates.
+    # They are therefore moved into the interior.
     if isinstance(embedding, Simplex):
         return coordinates.clamp(min=BOUNDARY_MARGIN).sqrt()
     return coordinates.clamp(BOUNDARY_MARGIN, 1 - BOUNDARY_MARGIN).sqrt().asin()

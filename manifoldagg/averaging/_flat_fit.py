@@ -41,15 +41,15 @@ RELATIVE_ROUNDING = 1e-13
 
 @dataclass(frozen=True)
 class FitOptions:
-    r"""The options of a fit to data points, which minimises $\sum_j d_j^p$.
+    r"""The options for fitting a curve, a simplex or a tunnel (a tube around a curve) to data points.
 
-    Here, $d_j$ is the distance from data point j to the fitted curve, simplex or tunnel.
+    The fit minimises $\sum_j d_j^p$, where $d_j$ is the distance from data point j to the curve, simplex or tunnel.
 
     Attributes:
         power: the power p, which is 1 or 2.
         tolerance: the fit has converged if a step decreases the sum by at most this fraction.
         max_steps: the maximum number of steps of one minimisation. For p = 1, the fit consists of several
-            minimisations of smooth approximations of the sum, which become more and more accurate.
+            minimisations. Each one minimises a smooth function that is closer to the sum than the previous function.
     """
 
     power: int
@@ -84,9 +84,10 @@ class Residuals:
 
     $$e_j = N_j (y_j - \iota_\varphi(x_j)), \qquad \partial_\varphi e_j = -N_j\, \partial_\varphi \iota_\varphi(x_j).$$
 
-    $N_j$ is an orthogonal projection. It removes the tangent vectors along which the nearest point can move. The
-    formulas need no derivative of $x_j$ with respect to $\varphi$, because a motion of the nearest point along the
-    embedding does not change the distance to first order.
+    The orthogonal projection $N_j$ removes the components that are tangent to the embedding at the nearest point. At
+    the boundary of the embedding, it only removes those along the boundary. If $\varphi$ changes, the nearest point
+    also moves along the embedding. This motion does not change the distance to first order, so the formulas contain no
+    derivative of $x_j$.
 
     Args:
         embedding: a Bézier curve, a simplex or a tunnel.
@@ -249,10 +250,11 @@ def fit_flat(embedding: Embedding, points: Points, start: Phi | None, options: F
 def _levenberg_marquardt(
     embedding: Embedding, initial: Residuals, smoothing: float | None, size: float, options: FitOptions
 ) -> tuple[Residuals, int, bool]:
-    r"""Minimise a sum over the distances $d_j$ from data points to an embedding, by the Levenberg-Marquardt method.
+    r"""Fit an embedding, such as a curve, to data points by the Levenberg-Marquardt method.
 
-    The sum is $\sum_j d_j^2$ if `smoothing` is `None`. For a number $\delta$ = `smoothing`, the sum is
-    $\sum_j \sqrt{d_j^2 + \delta^2}$, which approximates the sum of the distances.
+    Let $d_j$ be the distance from data point j to the embedding. If `smoothing` is `None`, the function minimises
+    $\sum_j d_j^2$. Otherwise, it minimises $\sum_j \sqrt{d_j^2 + \delta^2}$ with $\delta$ = `smoothing`, which
+    approximates the sum of the distances.
 
     Returns:
         The residuals, the number of steps, and whether the method converged.
@@ -298,10 +300,10 @@ def _levenberg_marquardt(
 
 
 def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, Tensor]:
-    """Shrink a fitted curve or simplex to the part next to the data points.
+    """Shrink a fitted curve or simplex to the smallest part that contains the nearest points of all data points.
 
-    A longer curve or a larger simplex would fit the data points equally well, so this step makes the result unique. The
-    part contains the nearest points of all data points. A tunnel does not change.
+    A longer curve or a larger simplex would fit the data points equally well, so this step makes the result unique. A
+    tunnel (a tube around a curve) is returned unchanged.
 
     Returns:
         The control points of the part, and the coordinates of the nearest points on it.

@@ -43,7 +43,7 @@ STATE_DICT_TYPES = (dict, OrderedDict)
 
 @dataclass(frozen=True)
 class AverageInfo:
-    """The weights of an average of models, and the accuracy of the means of tensors on manifolds.
+    """Information about an average of models: the weights, and the convergence of each mean on a manifold.
 
     Attributes:
         weights: the normalised weights of the models, with sum 1.
@@ -293,7 +293,7 @@ def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) 
 
 
 def _copied_entries(layout: Layout, models: ModelsByPrefix, heaviest: int) -> dict[str, Tensor]:
-    """Return the tensors of the average that have no mean: integers, booleans and batch counters."""
+    """Return values for the tensors that are not averaged: integers, booleans and batch counters."""
     entries = {}
     label = [*models][heaviest]
     for entry in layout.buffers:

@@ -1,11 +1,11 @@
 r"""Certificates, which describe the quality of the mean of several models.
 
 A certificate contains the distances from the mean to the models, the residual of the mean, and its rounding error.
-There is one certificate for each floating-point tensor or pair of LoRA factors, and one for the whole model without the
-tensors on manifolds.
+There is one certificate for each floating-point tensor or pair of LoRA factors. Another certificate describes the whole
+model, except the tensors on manifolds.
 
-Unless a tensor is on a manifold, its distances follow from the Gram matrix of the models. They need no additional pass
-over the tensors.
+If a tensor is not on a manifold, the Gram matrix of the models determines all distances in its certificate. They then
+need no additional pass over the tensors.
 """
 
 import json

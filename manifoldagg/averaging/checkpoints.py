@@ -189,7 +189,7 @@ class CheckpointFiles:
 
     @property
     def scaling(self) -> list[Any] | None:
-        """The scaling factor of the LoRA adapter, followed by its `rank_pattern` and its `alpha_pattern`.
+        """A list of the scaling factor, the `rank_pattern` and the `alpha_pattern` of the LoRA adapter.
 
         The adapter multiplies the product of its LoRA factors by the scaling factor. The two patterns define exceptions
         for individual modules. The value is `None` if the checkpoint has no adapter configuration.
@@ -200,7 +200,8 @@ class CheckpointFiles:
         """Return the tensors of the checkpoint as views of the files, which are mapped into memory.
 
         A large checkpoint needs little memory, because the operating system loads a page of a file only when the page
-        is read. Do not write to the tensors. After reading them, call `check_unchanged`.
+        is read. Do not write to the tensors. After reading them, call `check_unchanged`, which raises an error if a
+        file has changed in the meantime.
         """
         return {name: tensor.read().view(tensor.entry.shape) for name, tensor in self.tensors.items()}
 

@@ -62,9 +62,9 @@ MIN_SUM_OF_DIRECTIONS = 1e-4
 class InnerProducts:
     r"""Inner products of k vectors $x_i$, from which small distances between the vectors can be computed accurately.
 
-    For vectors that are close to each other, a distance that is computed from their Gram matrix suffers from
-    cancellation. The object therefore stores the Gram matrix of another basis of their span. This basis consists of
-    one of the vectors, $x_h$, and of the differences $x_i - x_h$ of the others from it.
+    If the vectors are close to each other, distances that are computed from their Gram matrix suffer from cancellation.
+    The object therefore stores the Gram matrix of other vectors with the same span: one of the vectors, $x_h$, and the
+    difference $x_i - x_h$ for every other vector $x_i$.
 
     Args:
         matrix: the Gram matrix D (k, k) of the basis in float64. Row i belongs to $x_i - x_h$, and row h to $x_h$.
@@ -101,9 +101,10 @@ class InnerProducts:
     def directions(self, indices: Sequence[int]) -> Float64[Tensor, "r k"]:
         r"""Express the directions $u_i = x_i / \|x_i\|$ of several vectors as linear combinations of the stored basis.
 
-        The basis consists of one vector $x_h$ and of the differences $x_i - x_h$. The method does not compute all
-        directions themselves. It computes the first direction $u_g$, and the difference $u_i - u_g$ for each other
-        direction. The differences are accurate even if the vectors are close to each other.
+        The stored basis consists of one of the vectors, $x_h$, and of the differences $x_i - x_h$ for all other vectors
+        $x_i$. Let $g$ be the first of the given indices. The method computes the direction $u_g$. For every other given
+        index $i$, it computes the difference $u_i - u_g$, which is accurate even if the vectors are close to each
+        other.
 
         Args:
             indices: the indices of r vectors with nonzero norms. The first is g.

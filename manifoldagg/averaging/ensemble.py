@@ -46,15 +46,15 @@ class Score:
 
 @dataclass(frozen=True)
 class Ensemble:
-    r"""The scores of an ensemble of n models, of each of its members, and of a single model, on the same samples.
+    r"""The scores of an ensemble of n models, of each member, and of a single model for comparison, on the same data.
 
     Attributes:
         combined: the score of the ensemble. It predicts the mean $\frac1n \sum_j p_j$ of the class probabilities $p_j$
             that its members predict.
         members: the score of each member.
         single: the score of the single model.
-        coordinates: the coordinates of each member in the subspace from which the members were drawn. They are a number
-            for a curve, and a vector for a simplex or a tunnel.
+        coordinates: the coordinates of each member in the subspace from which the members were drawn: one number on a
+            curve, and a vector on a simplex or a tunnel (a tube around a curve).
     """
 
     combined: Score

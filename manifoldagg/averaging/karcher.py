@@ -35,10 +35,11 @@ def karcher(
     The Karcher mean is the point $m$ that minimises the weighted sum of squared distances
     $\sum_i w_i\, d(m, \Theta_i)^2$ to the models $\Theta_i$. The algorithm depends on the space:
 
-    - If each tensor (leaf) of the space is flat or a sphere, the mean is a linear combination of the models. Its
-      coefficients follow from the Gram matrix of the models. The combination is computed in float64 and rounded once.
-    - On other spaces, [`karcher_mean`][manifoldagg.manifolds.karcher_mean] computes the mean by iteration, and needs
-      memory for all models in float64.
+    - On a product of flat spaces and spheres, the mean is a linear combination of the models. Its coefficients follow
+      from the Gram matrix of the models. The combination is computed in float64 and rounded once.
+    - On other spaces, and for models that are far apart on a sphere,
+      [`karcher_mean`][manifoldagg.manifolds.karcher_mean] computes the mean by iteration. It needs memory for copies
+      of the models in float64.
 
     Args:
         space: the space. Unless it is flat, it needs `exp`, `log`, `inner` and `project`.
@@ -78,7 +79,7 @@ def karcher(
 
 
 def _span(space: Manifold, points: list[Tensor], weights: Tensor) -> Span | None:
-    """Return the linear span of the points, or `None` if it is unsuitable for computing their mean."""
+    """Return the span of the points, or `None` if their mean cannot be computed in the span."""
     return Span.of(space, [point.flatten() for point in points], start=int(weights.argmax()))
 
 

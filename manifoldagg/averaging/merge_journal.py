@@ -133,11 +133,11 @@ class MergeDraft:
             self._commit.result()
 
     def publish(self, certificate: str, extra: Mapping[str, bytes]) -> None:
-        """Move the complete result to its final path, and remove the temporary files of the merge.
+        """Move the merged model to its final path, and remove the temporary files of the merge.
 
-        - If the result is a single file, it replaces an older file atomically. The JSON file with its certificates,
-          which describe the quality of the mean, is replaced just before.
-        - If the result is a folder, two renames replace an older folder. Between them, no folder exists at the path.
+        - If the model is a single file, it replaces an older file atomically. The JSON file with its certificates (the
+          accuracy of each averaged tensor) is written first, so a new model never lacks its certificates.
+        - If the model is a folder, two renames replace an older folder. Between them, no folder exists at the path.
 
         If the process is killed during the move, a restarted merge moves the same files again.
 

@@ -1,4 +1,4 @@
-"""The two kinds of steps of which a merge of checkpoints consists.
+"""The two kinds of steps in a merge of checkpoints.
 
 Each step reads the same range of entries of one tensor, or one pair of LoRA factors, from all checkpoints:
 

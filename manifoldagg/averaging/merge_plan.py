@@ -59,7 +59,8 @@ class Part:
     """A part of the model that is averaged separately: one tensor, or a pair of LoRA factors.
 
     Attributes:
-        kind: `"flat"`, `"statistic"`, `"manifold"`, `"factors"`, or `"copied"` for integers and booleans.
+        kind: `"factors"` for a pair of LoRA factors, `"manifold"` for a tensor on a manifold, `"statistic"` for batch
+            statistics, `"copied"` for integers, booleans and batch counters, or `"flat"` for any other tensor.
         names: the names of the tensors of the part. A pair of factors has two names, and any other part has one name.
         tensors: for each name, the tensors of all models.
         labels: the label of each model, such as its path.
@@ -153,10 +154,10 @@ class Part:
 
 
 class Step(NamedTuple):
-    """One step of a merge, which processes a range of entries of one part of the model.
+    """One step of a merge, which processes a range of entries of one tensor or one pair of LoRA factors.
 
-    The step reads the entries from `start` to `stop` of all models. If `is_write` is `True`, it writes their mean.
-    Otherwise, it computes their inner products.
+    The step reads the same entries (`start` to `stop`) from all models. If `is_write` is `True`, it writes their mean
+    to the merged model. Otherwise, it computes their inner products.
     """
 
     part: int
@@ -242,10 +243,10 @@ class MergePlan:
         return self.out / CERTIFICATE_NAME if self.is_folder else self.out.with_suffix(f".{CERTIFICATE_NAME}")
 
     def extra_files(self) -> dict[str, bytes]:
-        """Return the files that a result in a folder contains in addition to its safetensors files.
+        """Return the files of a merged model, except its safetensors files.
 
-        These are configuration files, most of which are copied from the first checkpoint. If there are several
-        safetensors files, the index that assigns the tensors to them is included too.
+        These are configuration files, most of which are copied from the first checkpoint. If the model consists of
+        several safetensors files, they also include the index, which maps each tensor to its file.
 
         Returns:
             The contents of the files by name. The dict is empty if the merge writes a single file.

@@ -45,11 +45,11 @@ class _AverageState:
     Attributes:
         last_version: the number of the latest version, or -1 before the first version.
         count: the number of averaged models.
-        like: a tensor without memory of its own that has the shape, dtype and device of the models.
-        mean: the mean in float64. It is a tuple of tensors if the space has low-rank leaves. After a reset, it is the
-            point to which the model was reset.
+        like: a tensor with the shape, dtype and device of the models. It is expanded from one number to save memory.
+        mean: the mean in float64. It is a tuple of tensors if some parameters are low-rank matrices. After a reset, it
+            is the average that replaced the model of the training loop.
         models: the stored models with their versions.
-        truncated: the sum of the norms of all parts that rank truncation has removed from the mean.
+        truncated: the sum of the Frobenius norms of all truncated parts, if the mean is truncated to a limited rank.
     """
 
     last_version: int = -1
@@ -198,7 +198,8 @@ class SWA:
     def average(self) -> Float[Tensor, "..."] | None:
         """A copy of the average in the dtype of the models, or `None` before the first model has been averaged.
 
-        After `reset_point` has returned a model, the average equals this model until the next model is averaged.
+        A training loop can replace its model by the average (see `reset_point`). The value then remains unchanged until
+        the next model is averaged.
         """
         mean = self.mean
         if mean is not None:
@@ -207,7 +208,7 @@ class SWA:
 
     @property
     def truncated(self) -> float:
-        """The sum of the Frobenius norms of all parts that rank truncation has removed from a streaming mean."""
+        """The sum of the truncation errors (Frobenius norms) in all updates of a low-rank streaming mean."""
         return self._state.truncated
 
     @property
@@ -233,11 +234,11 @@ class SWA:
         return model.detach().clone() if average is None else average
 
     def reset_point(self, version: int) -> Float[Tensor, "..."] | None:
-        r"""Return the average if the training loop should now reset its model to it, and `None` otherwise.
+        r"""Return the average if it should now replace the model of the training loop, and `None` otherwise.
 
-        Call this method after each `update(version, model)`. If the result is not `None`, write it to the model. The
-        options `periodic` and `offset` of the constructor determine the versions at which the model is reset. The
-        result is the average if both of these conditions are met:
+        Call this method after each `update(version, model)`. If the result is not `None`, write it to the model (a
+        reset). The options `periodic` and `offset` of the constructor determine the versions at which the model is
+        reset. The result is the average if both of these conditions are met:
 
         - `version - offset` is a positive multiple of `periodic`.
         - At least one model was averaged since the last reset.

@@ -356,10 +356,7 @@ def compare_command(
 def _progress_bars(
     console: Console, num_updates: int, stack: ExitStack, notices: Sequence[str]
 ) -> Callable[[str, int], None]:
-    """Return a callback that advances the progress bar of one run.
-
-    The arguments of the callback are the method and the seed of the run. Its first call also prints `notices`.
-    """
+    """Return a callback `(method, seed)` that advances the progress bar of a run."""
     columns = (
         progress.TextColumn("{task.description:<24}", markup=False),
         progress.BarColumn(),
@@ -371,7 +368,8 @@ def _progress_bars(
     tracks: dict[tuple[str, int], progress.TaskID] = {}
 
     def advance(method: str, seed: int) -> None:
-        # The bars start with the first update. An invalid setting raises its error earlier, so no bars surround it.
+        # The notices and the bars start with the first update. An invalid setting raises its error earlier, so no bars
+        # surround it.
         if not tracks:
             for line in notices:
                 console.print(line, highlight=False, markup=False, soft_wrap=True)

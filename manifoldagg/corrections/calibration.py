@@ -109,11 +109,10 @@ def calibrate(
 def calibrate_frame(
     shifts: Frame, start: Row, granularity: str = "tensor", other_updates: Sequence[Row] | None = None
 ) -> Any:
-    r"""Compute the same result as `calibrate`, with both shifts given by a `Frame`.
+    r"""Compute the model from which a client starts its next task, as in `calibrate`, without storing differences.
 
-    The result is the model from which a client starts its next task. It depends on two shifts: the change $\Delta$ of
-    the global model, and the change $\Delta_m$ of the client's model. The frame stores the models before and after each
-    shift instead of their difference, so the shifts need no memory of their own.
+    The result depends on two differences: the change $\Delta$ of the global model, and the change $\Delta_m$ of the
+    client's model. The argument `shifts` contains the models before and after each change, and not the differences.
 
     Args:
         shifts: a frame whose displacement is $\Delta$ and whose drift is $\Delta_m$. It needs `segments` if the model

@@ -1,7 +1,7 @@
-"""Deferred linear combinations of the displacements of an update and the drift of the server's model.
+"""Linear combinations of vectors that the server computes only after it has checked an update.
 
-An aggregation rule returns the new model of the server as such a combination. The server computes the combination only
-after it has checked the update.
+The vectors are the changes of a client's model during training, and the change of the server's model in that time. An
+aggregation rule returns the new model of the server as such a combination.
 """
 
 from collections.abc import Iterator, Sequence
@@ -76,9 +76,9 @@ class Combination:
         return (current if isinstance(current, TensorList) else TensorList(current)).new_empty()
 
     def fused(self, out: Operand) -> LinearCombination:
-        """Convert the combination to a `LinearCombination` whose result is written to `out`.
+        """Convert the combination to a `LinearCombination`, which writes its result to `out`.
 
-        The function `combine_many` computes several such objects in one pass over the vectors that they add.
+        The function `combine_many` can then compute several combinations in one pass over their vectors.
         """
         if not self.from_current:
             return self.frame.combination(None, self.coefficients, out)
@@ -88,9 +88,9 @@ class Combination:
     def check_finite(self, dtypes: Sequence[torch.dtype] | None = None, computed: Row | None = None) -> None:
         """Check that all entries of the result are finite.
 
-        With `dtypes`, the method first computes an upper bound on the entries from the norms of the vectors that are
-        added. If the bound excludes an overflow, the check is complete. Otherwise, and without `dtypes`, the method
-        checks every entry of the result.
+        If `dtypes` is given, the method first computes an upper bound on the entries from the norms of the vectors in
+        the sum. If this bound excludes an overflow, the check is complete. In all other cases, the method checks every
+        entry of the result.
 
         Args:
             dtypes: the dtype of each tensor of a sum. Omit it for a new model, which has the dtypes of the current

@@ -1,4 +1,4 @@
-"""The base class of all corrections, the result of a correction, and compositions of corrections.
+"""Corrections of stale updates: their base class, the class of their results, and their composition.
 
 A correction adapts a stale update to the current model of the server. An update is stale if the server changed its
 model while the client trained.
@@ -124,17 +124,17 @@ class Corrected:
     def move(self, weights: Any) -> Any:
         r"""Return the server's model after a step along a weighted sum of the corrected displacements.
 
-        The new model is $\Theta^\tau + \sum_i w_i \sum_j C_{ij}\, r_j$, with the current model $\Theta^\tau$, the
-        weights $w_i$, the coefficients $C_{ij}$ of the correction, and the rows $r_j$ of the frame.
-        [`Frame.move`][manifoldagg.corrections.Frame.move] describes the result and the errors.
+        The new model is $\Theta^\tau + \sum_i w_i\, u_i$, where $\Theta^\tau$ is the current model. The weight $w_i$
+        belongs to the corrected displacement $u_i$. For the result and the errors, see
+        [`Frame.move`][manifoldagg.corrections.Frame.move].
         """
         return self.frame.move(self.gram, np.asarray(weights, dtype=object) @ self.coefficients)
 
     def rows(self) -> list[Row]:
         """Compute the corrected displacements, and check that they are finite.
 
-        A displacement is the change of a client's model during training. A corrected displacement is adapted to the
-        current model of the server.
+        A displacement is the change of a client's model during training. A corrected displacement is a step that the
+        server can apply to its current model.
 
         Returns:
             One row for each displacement, with each entry rounded once to the dtype of the frame. If the model has
@@ -213,9 +213,10 @@ class Correction(abc.ABC):
 
     @abc.abstractmethod
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
-        r"""Compute the coefficient matrix $C$ that defines the corrected displacements, and the next state.
+        r"""Compute the coefficients of the corrected displacements, and the correction's state for the next update.
 
-        Row $i$ of $C$ defines the corrected displacement $\sum_j C_{ij}\, r_j$. The vectors $r_1, \dots, r_k$ are:
+        The coefficients form a matrix $C$. Corrected displacement $i$ is the linear combination $\sum_j C_{ij}\, r_j$
+        of the vectors $r_1, \dots, r_k$. These vectors are:
 
         - the displacements $v_1, \dots, v_n$, which are changes of the client's model during training;
         - the drift $g$, which is the change of the server's model in that time;

@@ -32,8 +32,8 @@ EPSILON = 1e-7
 class Tangent(Correction):
     r"""The identity correction $\pi v = v$, which leaves a stale update $v$ unchanged.
 
-    The update $v$ is the change of a client's model during training. The correction interprets it as a step (a tangent)
-    that the server can add to any model. As in asynchronous SGD (ASGD), the server adds it to its current model.
+    The update $v$ is a step (a tangent vector): the change of a client's model during training. The server adds this
+    step to its current model, as asynchronous SGD (ASGD) does.
 
     Source: the method AsyncTan of the Manifold paper.
     """

@@ -3,9 +3,10 @@
 The drift is the change of the server's model since the client started. An update conflicts with the drift if their
 inner product is negative or zero. The phases handle updates as follows:
 
-1. OrthoGrad removes the component along the drift from an update that conflicts with the drift.
-2. `Tangent` leaves every update unchanged.
-3. OrthoPos removes the same component as OrthoGrad, and subtracts the drift from every update without a conflict.
+1. OrthoGrad removes the component along the drift from an update with a conflict. Other updates stay unchanged.
+2. `Tangent` leaves all updates unchanged.
+3. OrthoPos removes the component along the drift from an update with a conflict. From other updates, it subtracts the
+   drift.
 
 By default, a phase ends when the path of the server's model becomes less straight, as it does near a minimum.
 """

@@ -102,10 +102,10 @@ class Frame(FrameRows):
     ) -> "Frame":
         r"""Build the input of a correction (a frame) from pseudo-gradients in a flat space.
 
-        A pseudo-gradient is the model at which a client started, minus a model that the client returns:
-        $\Theta^t - \varphi_i$. It points in the direction opposite to the client's step. The frame therefore also
-        stores the negative of the drift, which is the change of the server's model since the client started. All inner
-        products then have the same signs as for the steps themselves.
+        A pseudo-gradient $\Theta^t - \varphi_i$ is the model at which a client started, minus a model that the client
+        returns. Its sign is opposite to that of the client's step $\varphi_i - \Theta^t$. The frame also reverses the
+        sign of the drift (the change of the server's model since the client started). All inner products are therefore
+        the same as for steps.
 
         Example:
             >>> import torch
@@ -190,10 +190,10 @@ class Frame(FrameRows):
         return Frame(rows, (None,) * len(rows), segments, transporter=transporter, base_displacements=displacements)
 
     def for_state(self, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
-        r"""Return a linear combination $\sum_j c_j\, r_j$ for the state of an aggregation rule, such as a momentum.
+        r"""Return a linear combination $\sum_j c_j\, r_j$ that an aggregation rule stores, such as the next momentum.
 
-        The rows $r_j$ of the frame are the displacements of a client's update, the drift of the server's model, and any
-        rows that a correction added.
+        The vectors $r_j$ are the rows of this frame: the changes of a client's model during training, the change of the
+        server's model in that time, and any rows that a correction added.
 
         Args:
             coefficients: one for each row, or (S, k) with one row for each segment.
@@ -211,9 +211,9 @@ class Frame(FrameRows):
         Here, $\Theta^\tau$ is the current model, and $r_j$ are the rows of the frame, such as the change of a client's
         model during training. The check has two stages:
 
-        1. No entry changes by more than $\sum_j |c_j| \sqrt{G_{jj}}$, where $G$ is the Gram matrix of the rows. If this
-           bound is below a quarter of the spacing between the two largest numbers of each dtype, the change is too
-           small to cause an overflow. The check then reads no tensor.
+        1. No entry changes by more than $\sum_j |c_j| \sqrt{G_{jj}}$, where $G$ is the Gram matrix of the rows. Let $u$
+           be the difference between the two largest numbers of a dtype. If the bound is at most $u / 4$ for each dtype,
+           the change is too small to cause an overflow, and the check reads no tensor.
         2. Otherwise, the method computes the new model tensor by tensor in temporary memory, and checks each entry.
 
         Args:

@@ -33,17 +33,18 @@ rounding errors may dominate it.
 
 @dataclass(frozen=True, eq=False)
 class Gram:
-    r"""The inner products of all pairs of rows of a frame.
+    r"""The inner products of all pairs of the vectors from which a correction computes its result.
 
-    The rows are the displacements $v_1, \dots, v_n$ of a client's update, the drift $g$ of the server's model, and any
-    rows that a correction adds.
+    These vectors are the displacements $v_1, \dots, v_n$ of a client's update, the drift $g$ of the server's model, and
+    any vectors that a correction adds. They are called rows, and are numbered from 0 in this order.
 
     Attributes:
-        parts: (S, k, k) for k rows, with one matrix for each of S segments, or a single matrix for the whole model.
-        extra: the names of the rows after the drift.
-        segments: the names of the segments, if `parts` has one matrix for each segment.
+        parts: (S, k, k) for k rows: one matrix for each of S segments of the model, such as its named tensors. For a
+            single matrix of the whole model, S is 1.
+        extra: the names of the rows that a correction added.
+        segments: the names of the segments; empty for a matrix of the whole model.
         matrix: (k, k), the matrix of the whole model, which is the sum over the segments.
-        num_displacements: the number n of rows that are displacements. Row n is the drift.
+        num_displacements: the number n of displacements, which is also the index of the drift.
 
     Example:
         >>> gram = Gram.of([[5.0, 1.0], [1.0, 2.0]])
@@ -146,8 +147,8 @@ class Gram:
     def first_rows(self, k: int) -> "Gram":
         """Return the Gram matrix of the first k vectors.
 
-        The vectors are the n displacements of an update, the drift of the server's model, and any vectors that a
-        correction added. Only the added vectors can be omitted, so k must be at least n + 1.
+        The first n vectors are changes of a client's model, and the next one is the change of the server's model. They
+        must be included, so k must be at least n + 1. Any vectors after them were added by a correction.
         """
         dropped = self.parts.shape[-1] - k
         return self if not dropped else Gram(self.parts[:, :k, :k], self.extra[:-dropped], self.segments)
@@ -157,11 +158,11 @@ class Gram:
         return _identity(self.num_displacements, self.parts.shape[-1]).copy()
 
     def with_drift(self, coefficients: Matrix) -> Matrix:
-        r"""Append the coefficients of the unchanged drift to the coefficients of the corrected displacements.
+        r"""Append a row for the drift to the coefficient matrix of a correction.
 
         Each row of the coefficient matrix $C$ expresses one corrected displacement as a linear combination of k
         vectors. One of these vectors is the drift, which is the change of the server's model since the client started.
-        The appended row has the coefficient 1 for the drift and 0 for all other vectors.
+        A correction leaves the drift unchanged. The appended row is therefore 1 for the drift and 0 for other vectors.
 
         Args:
             coefficients: $C$, (n, k) for n displacements, or (S, n, k) with one matrix for each of S segments of the
@@ -182,10 +183,10 @@ class Gram:
     def corrected(self, coefficients: Matrix) -> "Gram":
         r"""Compute the Gram matrix of the corrected displacements and the drift.
 
-        A correction expresses each corrected displacement as a linear combination of the vectors with the Gram matrix
-        $G$. The drift, which is the change of the server's model since the client started, is one of these vectors and
-        stays unchanged. The result is $\bar C G \bar C^\top$. The rows of $\bar C$ are the coefficients of the
-        corrected displacements, followed by those of the drift.
+        Let $G$ be the Gram matrix of the original vectors. One of these vectors is the drift, which is the change of
+        the server's model since the client started. Each row of the matrix $\bar C$ expresses one corrected
+        displacement as a linear combination of the original vectors. The last row selects the drift, which stays
+        unchanged. The result is $\bar C G \bar C^\top$.
 
         Args:
             coefficients: the coefficients of the corrected displacements only, as in `with_drift`.

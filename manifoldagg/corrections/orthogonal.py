@@ -176,8 +176,8 @@ def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
     """Return a correction that removes the component along the drift from every displacement.
 
     A displacement is the change of the client's model during training, and the drift is the change of the server's
-    model in that time. The result is an `OrthoCorrect` with `threshold=1`. This class projects a displacement if the
-    cosine of its angle with the drift is at most the threshold, so it projects every displacement.
+    model in that time. The result is an `OrthoCorrect` with `threshold=1`, which projects displacements at any angle to
+    the drift.
 
     Args:
         granularity: `"model"` for one correction of the whole model, or `"tensor"` for a separate correction of each
@@ -212,8 +212,9 @@ def projection_coefficients(gram: Gram, threshold: float, alpha: float = 0.0, cl
 def conflicts(threshold: float, squared_norm: Any, drift_product: Any, drift: Any) -> bool:
     r"""Return whether a displacement $v$ conflicts with the drift $g$ of the server's model.
 
-    This is the case if the cosine of the angle between $v$ and $g$ is at most the threshold $\vartheta$. At the
-    threshold -1, no displacement conflicts with the drift. At the threshold 1, every displacement does.
+    This is the case if the cosine of the angle between $v$ and $g$ is at most the threshold $\vartheta$. With
+    $\vartheta = 1$, every displacement therefore conflicts. As an exception, no displacement conflicts with
+    $\vartheta = -1$, even if it is exactly opposite to the drift.
 
     Args:
         threshold: $\vartheta$.

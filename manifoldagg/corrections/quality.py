@@ -55,11 +55,11 @@ class CorrectionQuality:
         r"""The constant $D = \max(0, \max_i (Q\,t_i - c_i))$, the largest violation of $c_i \ge Q\,t_i$.
 
         For update $i$, $c_i$ is the rate at which the loss decreases along the corrected update, and $t_i$ is the rate
-        along the uncorrected update. $Q$ is the smallest ratio $c_i / t_i$ among the updates with $t_i > 0$, so these
-        updates satisfy the inequality. Only updates that do not decrease the loss without the correction can violate
-        it.
+        along the uncorrected update. $Q$ is the smallest ratio $c_i / t_i$ among the updates with $t_i > 0$. Only
+        updates with $t_i \le 0$, which do not decrease the loss before the correction, can therefore violate the
+        inequality.
 
-        If $D$ is 0, the assumption of the Manifold paper holds with $Q$ for all updates. If $Q$ is NaN, $D$ is NaN too.
+        If $D$ is 0, all updates satisfy the inequality. If $Q$ is NaN, $D$ is NaN too.
         """
         # `np.maximum` propagates NaN, which marks an undefined Q. `np.fmax` would ignore it.
         return float(np.maximum(self.q * self.transported - self.corrected, 0.0).max())

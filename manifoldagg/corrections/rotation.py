@@ -101,14 +101,14 @@ def rotate_control(
 
 
 def rotation_coefficients(inner: Any) -> list[Any] | None:
-    r"""Compute the coefficients of the rotated control point in `rotate_control` from inner products.
+    r"""Compute the new control point of `rotate_control` as a linear combination, from inner products alone.
 
-    A curve of degree 2 has the start $\Theta^t$, the end $\Theta_i$ and the control point $\varphi$. A correction moves
-    the start to $\Theta^\tau$ and the end to $\hat\Theta$, and a rotation moves $\varphi$ to $\hat\varphi$. The
-    coefficients express $\hat\varphi - \Theta^\tau$ as a linear combination of three vectors:
+    A quadratic curve leads from $\Theta^t$ to $\Theta_i$ and has the control point $\varphi$. A correction moves its
+    ends to $\Theta^\tau$ and $\hat\Theta$, and `rotate_control` moves $\varphi$ to $\hat\varphi$. The vector
+    $\hat\varphi - \Theta^\tau$ is a linear combination of three vectors:
 
-    - $\varphi - \Theta^t$, the original control point relative to the start;
-    - $d = \Theta_i - \Theta^t$, the original chord of the curve;
+    - $\varphi - \Theta^t$, the control point relative to the start;
+    - $d = \Theta_i - \Theta^t$, the chord (the line between the ends of the curve);
     - $e = \hat\Theta - \Theta^\tau$, the new chord.
 
     Args:

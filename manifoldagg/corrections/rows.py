@@ -70,8 +70,8 @@ class FrameRows:
     def is_flat(self) -> bool:
         """Whether the space of the models has neither curved nor low-rank parameters.
 
-        Only on such a space can the server postpone linear combinations of client updates until it has checked the
-        update.
+        On such a space, the new model is a linear combination of stored tensors. The server can compute it after it has
+        checked the client's update.
         """
         return self.transporter is None and not self.ambient.leaves
 
@@ -104,13 +104,13 @@ class FrameRows:
 
     @property
     def diagnostics(self) -> dict[str, float]:
-        """Diagnostics of the space, which the server includes in its response (the receipt) to an update.
+        """Diagnostics of numerical approximations, which the server includes in its response to an update.
 
-        - `rungs` is the number of steps of the pole ladder, which approximates parallel transport on a curved space.
-        - For low-rank parameters, such as LoRA adapters, the entries are the truncation errors that
-          `AmbientSpace` describes.
+        - On a curved space, a pole ladder can approximate parallel transport. The entry `rungs` is its number of steps.
+        - Low-rank parameters, such as LoRA adapters, are truncated to their rank. The attribute `diagnostics` of
+          `AmbientSpace` describes the errors of this truncation.
 
-        If neither applies, the result is empty.
+        If there are no such approximations, the dict is empty.
         """
         if self.transporter is None:
             return self.ambient.diagnostics
@@ -259,7 +259,7 @@ class FrameRows:
         return result
 
     def remember_norms(self, squares: Sequence[Any]) -> None:
-        """Store the norms of the rows, from which later calls of `norm_bound` compute their bounds.
+        """Store the norms of the rows for later calls of `norm_bound`.
 
         `squares` contains the squared norms, which are the diagonal of the Gram matrix.
         """
@@ -272,9 +272,9 @@ class FrameRows:
     def norm_bound(self, coefficients: Matrix) -> float:
         r"""Compute an upper bound on the norm of a linear combination of the rows.
 
-        The bound is $\sum_j \max_S |c_{Sj}| \sqrt{G_{jj}}$, where $c_{Sj}$ is the coefficient of row $j$ in segment
-        $S$, and $G$ is the Gram matrix of the rows. The method uses the norms from an earlier call of `gram`. If there
-        was no such call, the method calls `gram`, which reads the rows.
+        The bound is $\sum_j \max_S |c_{Sj}| \sqrt{G_{jj}}$, where $G$ is the Gram matrix of the rows. Row $j$ has the
+        coefficient $c_{Sj}$ in segment $S$ of the model, such as a named tensor. The method uses the norms from an
+        earlier call of `gram`. If there was no such call, the method calls `gram`, which reads the rows.
         """
         if not self.has_norm_bounds:
             self.gram()
@@ -285,8 +285,8 @@ class FrameRows:
     def combination_norm(self, gram: Gram | None, coefficients: Matrix) -> float:
         """Return the norm of a linear combination of the rows, or an upper bound on this norm.
 
-        The rows are the vectors of the frame, such as client updates. The norm requires the inner products of all rows.
-        If some of them are unknown, the result is the upper bound of `norm_bound`.
+        The rows are the vectors of the frame, such as client updates. If their inner products are known, the result is
+        the norm itself. Otherwise, it is an upper bound that requires only the norms of the rows.
 
         Args:
             gram: the Gram matrix of the rows; `None` if bounds on the norms of the rows are known.
@@ -300,8 +300,8 @@ class FrameRows:
     def split_by_tensor(self: Self, coefficients: Matrix) -> Iterator[tuple[Self, Matrix]]:
         """Iterate over the tensors of the model, so that a linear combination can be computed one tensor at a time.
 
-        For each tensor, the method yields a frame whose rows contain only the entries of this tensor, and the
-        coefficients of these rows.
+        For each tensor, the method yields a pair. Its first item is a frame with the entries of this tensor only. Its
+        second item contains the coefficients of the rows of this frame.
 
         Args:
             coefficients: one for each row, or (S, k) with separate coefficients for each of S tensors.
@@ -422,9 +422,9 @@ class FrameRows:
         return self.combine(None, coefficients, out=self.empty_vector(torch.float64))
 
     def combination(self, base: Row | None, coefficients: Sequence[float] | Matrix, out: Operand) -> LinearCombination:
-        """Describe a call of `combine` with these arguments, without executing it.
+        """Prepare a call of `combine` with these arguments, without computing the result.
 
-        A function such as `combine_many` can then compute several described calls in one pass over the rows.
+        A function such as `combine_many` can then compute several prepared results in one pass over their vectors.
         """
         numbers, _, minus = self._resolve_coefficients(coefficients)
         numbers = numbers if isinstance(numbers[0], list) else [numbers]
@@ -434,8 +434,8 @@ class FrameRows:
     def stays_finite(self, gram: Gram | None, coefficients: Matrix) -> bool:
         """Return whether the new model of [`Frame.move`][manifoldagg.corrections.Frame.move] is certain to be finite.
 
-        The arguments are those of `Frame.move`. The method bounds the change of each entry by the norms of the rows
-        that are added. If the result is `False`, the new model may still be finite, but its entries must be checked.
+        The arguments are those of `Frame.move`. The method computes only an upper bound on the change of each entry. If
+        the result is `False`, the new model may still be finite, but its entries must be checked.
         """
         bounds_only = gram is None or self.unmeasured
         bound = self.norm_bound(coefficients) if bounds_only else gram.norm_bound(coefficients)  # type: ignore[union-attr]

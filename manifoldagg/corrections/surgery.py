@@ -99,8 +99,8 @@ class Pairwise(Correction):
     $$\pi v = v - \sum_j x_j\, o_j, \qquad x = \operatorname{arg\,min}_x \left\| v - \sum_j x_j\, o_j \right\|$$
 
     The result is therefore orthogonal to all $o_j$. The coefficients $x_j$ come from a pivoted Cholesky factorisation
-    of the Gram matrix in float64. An update is ignored as linearly dependent if less than the fraction `tolerance` of
-    its norm is outside the span of the other updates.
+    of the Gram matrix in float64. The factorisation ignores an update $o_j$ that is linearly dependent. This is the
+    case if its distance from the span of the updates already included is at most `tolerance` times its norm.
 
     Args:
         others: the updates: m vectors (P,), or tangents at the current point of a curved space.

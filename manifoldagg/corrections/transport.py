@@ -47,9 +47,9 @@ class Transport(NamedTuple):
 class Transporter:
     r"""Transport of tangents on a curved space, from the base $\Theta^t$ to the current model $\Theta^\tau$.
 
-    Tangents at different points of a curved space cannot be added. A frame therefore transports the displacements of an
-    update, which are tangents at the base, to the current model. The constructor does not validate its arguments. Call
-    `check` to validate them.
+    Tangents at different points of a curved space cannot be added. The changes of a client's model are tangents at the
+    base, where the client started. They must be transported before the server can add them to its current model. The
+    constructor does not validate its arguments. Call `check` to validate them.
 
     Args:
         space: the space, with `inner`, `exp`, `log` and the primitives of the transport method.
@@ -126,10 +126,11 @@ class Transporter:
         return self._transport(self.base, self.current, displacements)
 
     def position(self, displacements: Tensor) -> Tensor:
-        r"""Compute the tangents from the current model to the models that the client has reached.
+        r"""Compute the tangents that lead from the server's current model to the client's models.
 
-        For the displacements $v$ at the base $\Theta^t$, these tangents are $\log_{\Theta^\tau} \exp_{\Theta^t} v$ at
-        the current model $\Theta^\tau$.
+        A displacement $v$ leads from the base $\Theta^t$, where the client started, to the client's model
+        $\exp_{\Theta^t} v$. From the current model $\Theta^\tau$, the tangent $\log_{\Theta^\tau} \exp_{\Theta^t} v$
+        leads to the same model.
 
         Args:
             displacements: $v$ (n, *shape), tangents at the base.
@@ -143,7 +144,7 @@ class Transporter:
         return self._transport(self.current, self.base, tangents)
 
     def gram(self, rows: Tensor) -> Tensor:
-        """Compute the inner products of k tangents at the current model, separately for each leaf.
+        """Compute the inner products of k tangents at the current model, for each leaf (named part) of the space.
 
         The result is a float64 tensor (S, k, k) for a space with S leaves.
         """
@@ -196,10 +197,7 @@ def checked_log(space: Manifold, x: Tensor, points: Tensor, name: str) -> Tensor
 
 
 def _inner(space: Manifold, x: Tensor, tangents: Tensor) -> Tensor:
-    """Compute the inner products (k, k) of k tangents at the point `x`.
-
-    The Riemannian metric of the space defines the inner product.
-    """
+    """Compute the matrix (k, k) of Riemannian inner products of k tangents at the point `x`."""
     k = len(tangents)
     # Each pair is computed once, so that the matrix is exactly symmetric even if the metric rounds.
     i, j = torch.tril_indices(k, k)

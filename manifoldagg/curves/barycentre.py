@@ -56,8 +56,8 @@ def weighted_mean(space: Manifold, points: Tensor, weights: Tensor) -> Tensor:
     """Compute the weighted Karcher mean of n points on a manifold, for each entry of a batch.
 
     The points have the shape (*batch, n, *shape), and the weights have the shape (*batch, n). The means have the shape
-    (*batch, *shape) and the dtype float64. They have correct first and second derivatives with respect to the points
-    and the weights, even inside `torch.func` transforms. On a curved space, higher derivatives are wrong.
+    (*batch, *shape) and the dtype float64. The function is twice differentiable, even inside `torch.func` transforms.
+    On a curved space, autograd does not compute third and higher derivatives correctly.
 
     Raises:
         DivergenceError: if a mean is not found.

@@ -26,17 +26,16 @@ def refresh_buffers(
 ) -> dict[str, Tensor]:
     """Compute the buffers of a model for given parameters, with BatchNorm statistics averaged over batches of data.
 
-    The parameters are usually a point of a curve between models. All batches have the same weight, as in
-    `torch.optim.swa_utils.update_bn`. All layers except BatchNorm are in evaluation mode, so dropout is inactive and no
-    random numbers are drawn. The function does not change the parameters, buffers or training modes of `model`. If the
-    model has no BatchNorm layers, the function does not read the batches.
+    Use this function for parameters that were not trained themselves, such as the mean of two trained models. All
+    layers except BatchNorm are in evaluation mode, so dropout is inactive and no random numbers are drawn.
 
     Args:
         space: the space of the model's parameters.
-        model: a module with the layout of the space.
-        point: the point (P,) at which the statistics are computed.
+        model: a module with the layout of the space. Its parameters, buffers and training modes do not change.
+        point: the parameters (P,) for which the statistics are computed.
         batches: the inputs of the model. A batch is a tensor, a tuple or list whose first element is the input, such as
-            (inputs, targets), or a mapping of keyword arguments.
+            (inputs, targets), or a mapping of keyword arguments. All batches have the same weight, as in
+            `torch.optim.swa_utils.update_bn`. If the model has no BatchNorm layers, the batches are not read.
 
     Returns:
         Buffers and frozen parameters by name, as from [`buffers`][manifoldagg.manifolds.ParameterSpace.buffers]. They

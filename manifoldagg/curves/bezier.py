@@ -272,15 +272,15 @@ class Bezier(BezierSpline):
         return torch.stack(before), torch.stack(after[::-1])
 
     def elevate(self, phi: Phi, times: int = 1) -> Points:
-        r"""Raise the degree of the curve, and return the new control points.
+        r"""Raise the degree of the curve by `times`, and return the control points of the new curve.
 
-        The result belongs to `Bezier(space, degree + times)`. On a flat space, the new curve is equal to the old one.
-        On a curved space, it has the same end points, but only approximates the old one. If the distances between the
-        control points are of order $h$, the error is $O(h^3)$.
+        The new curve is a `Bezier(space, degree + times)`. On a flat space, it is equal to the old curve. On a curved
+        space, it only approximates the old curve between the same end points. If the distances between the control
+        points are of order $h$, the error is $O(h^3)$.
 
-        To raise the degree from n to n + 1, the method retains both ends. It computes the n inner control points as
-        $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$ for i = 1, …, n. Here, $\varphi_i$ are the old control
-        points, and $\gamma(x, y; s)$ is the point at the fraction $s$ of the geodesic from $x$ to $y$.
+        The method raises the degree in steps of one. A step from degree n to n + 1 retains both ends. The n new inner
+        control points are $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$ for i = 1, …, n. Here, $\varphi_i$ are
+        the old control points, and $\gamma(x, y; s)$ is the point at the fraction $s$ of the geodesic from $x$ to $y$.
 
         Args:
             phi: control points (degree + 1, *space.shape).

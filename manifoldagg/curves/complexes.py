@@ -104,10 +104,10 @@ class Complex(Hull):
         return tuple(sorted(tuple(sorted(part)) for part in parts))
 
     def sample(self, *batch: int, generator: torch.Generator | None = None) -> Float64[Tensor, "..."]:
-        """Draw the barycentric coordinates (*batch, V) of random points of the complex.
+        """Draw random points of this union of simplices, and return their barycentric coordinates (*batch, V).
 
-        For each point, the method first draws one of the faces, which all have the same probability. It then draws a
-        uniformly distributed point of this face.
+        For each point, the method first selects one of the simplices with equal probabilities. It then draws a
+        uniformly distributed point of this simplex.
         """
         device = None if generator is None else generator.device
         return self._sample_in_faces(
@@ -224,10 +224,10 @@ class Complex(Hull):
         return chosen[0], nearest
 
     def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
-        """Return the float64 weights of the vertices at the barycentric coordinates `x` (*batch, V).
+        """Divide the barycentric coordinates `x` by their sum, which may differ from 1 by rounding errors.
 
-        The weights are the coordinates divided by their sum, which may differ from 1 by rounding errors. They define
-        a point as the weighted mean of the vertices.
+        The result (*batch, V) in float64 contains one weight for each of the V vertices. The weighted mean of the
+        vertices is the point with the coordinates `x`.
 
         Raises:
             ArgumentError: if `x` does not contain barycentric coordinates, or no face contains all vertices with

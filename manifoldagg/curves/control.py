@@ -1,7 +1,7 @@
 """Trainable control points of an embedding, such as a curve of models.
 
-The module defines which control points a fit trains, how it initialises them, and how it parametrises them for the
-optimiser.
+The class `Control` selects the control points that a fit trains, and sets their initial values. The class `FreePoints`
+represents the control points as parameters of an optimiser.
 """
 
 from collections.abc import Sequence
@@ -156,7 +156,7 @@ class FreePoints:
         return [{"params": [self.end, *starts], "lr": rate}, *inner]
 
     def set_gradients(self, derivative: Tensor) -> None:
-        """Set the `grad` of each trained parameter, given the derivative with respect to the control points.
+        """Set the `grad` of each trained parameter, given the gradient of the objective in the control points.
 
         Args:
             derivative: the derivative (size, *shape) of the objective with respect to all control points.

@@ -47,7 +47,7 @@ class Barrier:
         fraction: the positions (m,) of these points, from 0 to 1. With `by="parameter"` in the function `barrier`, they
             are equal to `t`. With `by="length"`, they are fractions of the length of the curve.
         losses: the losses (m,) at the points on the curve.
-        chord: the losses (m,) at the points on the chord. Their positions are also `fraction`.
+        chord: the losses (m,) on the chord, at the fractions `fraction` of its length.
     """
 
     t: Float64[Tensor, " m"]

@@ -35,7 +35,7 @@ Gram = Sequence[Sequence[Any]]
 
 
 def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overshoot: str = "clamp") -> float:
-    r"""Find the first parameter at which a curve reaches the fraction $\rho$ of its chord length.
+    r"""Find the first parameter at which a curve is $\rho$ chord lengths away from its start.
 
     The chord length is the distance from the start $\varphi_0$ of the curve $\iota$ to its end $\iota(1)$. The result
     is the smallest $s \ge 0$ with $\|\iota(s) - \varphi_0\| = \rho\,\|\iota(1) - \varphi_0\|$.
@@ -71,10 +71,10 @@ def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overs
 
 
 def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "clamp") -> float:
-    """Find the first parameter at which a curve reaches a fraction of its chord length, from a Gram matrix.
+    """Compute the result of `parameter_at_distance` from a Gram matrix, without checks of `rho` and `overshoot`.
 
-    The Gram matrix contains the inner products of the vectors from the start of the curve to its other control points.
-    The result is the same as that of `parameter_at_distance`, but the function does not check `rho` and `overshoot`.
+    The result is the first parameter at which a curve is `rho` chord lengths away from its start. The Gram matrix
+    contains the inner products of the vectors from the start to the other control points.
 
     Args:
         inner: the Gram matrix (n, n).

@@ -71,11 +71,11 @@ class Embedding(abc.ABC):
         return self
 
     def path_coordinates(self, s: Float[Tensor, "*batch"]) -> Float[Tensor, "..."]:
-        """Compute the coordinates $x(s)$ of a path through the embedding, from its first to its last control point.
+        """Compute the coordinates $x(s)$ of the path from the first to the last control point of the embedding.
 
-        The embedding maps coordinates to models. The path is a geodesic in the space of coordinates. Its start $x(0)$
-        maps to the first control point, and its end $x(1)$ maps to the last control point. The coordinate of a curve is
-        its parameter, so $x(s) = s$ for a curve.
+        The embedding maps coordinates to models. It maps $x(0)$ to the first control point, and $x(1)$ to the last one.
+        The path $x$ between them is a geodesic in the space of coordinates. If the embedding is a curve, its coordinate
+        is the curve parameter, and $x(s) = s$.
 
         Args:
             s: parameters (*batch,) in [0, 1].
@@ -132,9 +132,8 @@ class Embedding(abc.ABC):
     ) -> Float[Tensor, "..."]:
         r"""Compute the derivative of a loss with respect to the coordinates `x` (pullback).
 
-        The point of the embedding at `x` is a function of these coordinates. Given the derivative `w` (*batch,
-        *space.shape) of the loss with respect to this point, the method applies the chain rule by one vector-Jacobian
-        product.
+        The embedding maps the coordinates to models. Given the derivative `w` (*batch, *space.shape) of the loss with
+        respect to these models, the method applies the chain rule by one vector-Jacobian product.
 
         The pullback is the adjoint of the pushforward, which the method `push` computes: $\langle w, \mathrm{push}(u)
         \rangle = \langle \mathrm{pull}(w), u \rangle$ for every direction $u$ in the space of coordinates.
@@ -147,8 +146,8 @@ class Embedding(abc.ABC):
     ) -> Float[Tensor, "size ..."]:
         """Compute the derivative of a loss with respect to the control points `phi` (pullback).
 
-        The point of the embedding at the coordinates `x` is a function of the control points. Given the derivative `w`
-        of the loss with respect to this point, the method applies the chain rule by one vector-Jacobian product.
+        The control points determine the models at the coordinates `x`. Given the derivative `w` of the loss with
+        respect to these models, the method applies the chain rule by one vector-Jacobian product.
         """
         pulled: Tensor = torch.func.vjp(lambda points: self(points, x), phi)[1](w)[0]
         return pulled

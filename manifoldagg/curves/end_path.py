@@ -1,7 +1,7 @@
-"""The curve through an embedding from its first to its last control point.
+"""The curve from the first to the last control point of an embedding.
 
-An embedding is a low-dimensional subset of the space of models, which its control points define. A curve is an
-embedding with one dimension. Other embeddings, such as a simplex of models, have several dimensions.
+An embedding is a low-dimensional subset of the space of models, such as a simplex. A few models, the control points,
+define this subset. The curve connects the first and the last of them within the subset.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ __all__ = ["EndPath"]
 
 @dataclass(frozen=True)
 class EndPath(CurveEmbedding):
-    r"""The curve through an embedding from its first to its last control point, $s \mapsto \iota_\varphi(x(s))$.
+    r"""The curve $s \mapsto \iota_\varphi(x(s))$ from the first to the last control point of an embedding.
 
-    The embedding $\iota_\varphi$ maps coordinates to models. Its method `path_coordinates` computes the coordinates
-    $x(s)$ of the curve, which form a geodesic in the space of coordinates. The curve has the same control points
-    $\varphi$ as the embedding.
+    The embedding $\iota_\varphi$ maps coordinates to models, and the control points $\varphi$ define this map. The
+    coordinates $x(s)$ of the curve follow a geodesic in the space of coordinates. The method `path_coordinates` of the
+    embedding computes them.
 
     Args:
         embedding: an embedding with an end point.

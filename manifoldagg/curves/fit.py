@@ -305,9 +305,10 @@ class _Objective:
     volume: float
 
     def at(self, theta: Tensor, batch: Any, step: int) -> tuple[float, Tensor]:
-        """Compute the loss at `theta`, and a derivative for the training step.
+        """Compute the loss at `theta`, and the derivative of the objective for the training step.
 
-        The derivative includes the proximal term, but the loss does not.
+        The objective is the sum of the loss and the proximal term. Sharpness-aware training evaluates the derivative of
+        the loss at a nearby point with a larger loss.
 
         Raises:
             DivergenceError: if the loss is not finite. On a curved space, also if the derivative is not finite.
@@ -327,9 +328,10 @@ class _Objective:
     def at_coordinates(
         self, phi: Tensor, batch: Any, step: int, coordinates: Iterable[tuple[float, Coordinates]]
     ) -> tuple[float, Tensor]:
-        """Compute the weighted mean of the losses at several coordinates, and the derivative for `phi`.
+        """Compute the weighted mean of the losses at several coordinates, and the derivative of the objective.
 
-        The derivative includes the proximal term and the volume regulariser of the fit, but the mean does not.
+        The derivative is with respect to the control points `phi`. The objective is the sum of the mean loss, the
+        proximal term and the volume regulariser of the fit.
         """
         mean = 0.0
         total = torch.zeros(())

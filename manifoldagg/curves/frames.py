@@ -1,7 +1,7 @@
 """Moving frames along a Bézier curve on a flat space.
 
-At each point of the curve, a moving frame consists of orthonormal vectors that are orthogonal to the curve. A tunnel
-uses these vectors as the axes of its cross-sections.
+At each point of the curve, a moving frame consists of orthonormal vectors that are orthogonal to the curve. They are
+the axes of the cross-sections of a tunnel, which is a tube around the curve.
 """
 
 import numpy as np

@@ -56,11 +56,11 @@ class CurveEmbedding(Embedding):
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
         r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ of the curve $\iota$ at the parameter `t`.
 
-        The acceleration (*batch, *space.shape) is the second derivative of $\log_{\iota(t)} \iota(t + s)$ with respect
-        to s at s = 0. The reason is that the logarithm defines normal coordinates, whose Christoffel symbols vanish at
-        the centre $\iota(t)$.
+        The acceleration (*batch, *space.shape) is computed as the second derivative of $\log_{\iota(t)} \iota(t + s)$
+        with respect to s at s = 0. Both are equal, because the logarithm defines normal coordinates, whose Christoffel
+        symbols vanish at the centre $\iota(t)$.
 
-        Cost: two nested jvps.
+        Cost: two nested Jacobian-vector products.
         """
         self._check_phi(phi)
         parameter = as_parameter(t, phi)

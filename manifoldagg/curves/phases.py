@@ -23,7 +23,7 @@ __all__ = ["Phases", "Schedule"]
 
 @dataclass(frozen=True)
 class Phases:
-    """The lengths, the order and the early stopping of the two phases of a fit.
+    """Settings for the two phases of a fit: their lengths, their order and their early stopping.
 
     A fit learns the control points of an embedding, such as a curve of models. The first phase trains only the last
     control point. The second phase trains all free control points, which are by default the points between the first
@@ -132,12 +132,11 @@ class Schedule:
         return asdict(self.progress)
 
     def record(self, loss: float) -> None:
-        r"""Record the loss of the latest step, and end the current phase if the losses have reached a plateau.
+        r"""Record the loss of the latest step, and end the current phase of the fit if its losses stop decreasing.
 
-        A phase is one of the two parts of a fit. Its losses have reached a plateau if their running mean has not
-        improved for $n$ steps, where $n$ is the option `patience`. An improvement counts only if it exceeds the
-        relative threshold `plateau`. A new loss $\ell$ changes the running mean $a$ to $a + (\ell - a) / n$. If
-        `patience` is `None`, the phase does not end early.
+        Let $n$ be the option `patience`. The phase ends if the running mean of its losses has not improved for $n$
+        steps. An improvement counts only if it exceeds the best mean so far, multiplied by the option `plateau`. Each
+        loss $\ell$ changes the running mean $a$ to $a + (\ell - a) / n$. If `patience` is `None`, no phase ends early.
         """
         now = self.progress
         patience = self.phases.patience

@@ -99,10 +99,10 @@ class Piecewise(BezierSpline):
         return Bezier(self.space, self.degree).at(phi[k * self.degree : (k + 1) * self.degree + 1])
 
     def nearest(self, phi: Phi, point: Points) -> tuple[Tensor, Tensor]:
-        """Find the nearest point of the curve for each given point, as a parameter and a distance.
+        """Find the nearest point of the curve for each given point.
 
-        The arguments, the result and the errors are the same as in
-        [`Bezier.nearest`][manifoldagg.curves.Bezier.nearest].
+        The method returns the parameters of the nearest points, and their distances from the given points. The
+        arguments, shapes and errors are the same as in [`Bezier.nearest`][manifoldagg.curves.Bezier.nearest].
         """
         nearest = [self.piece(phi, k).nearest(point) for k in range(self.pieces)]
         # Piece k covers the parameters from k/m to (k+1)/m of the whole curve.

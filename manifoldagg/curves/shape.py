@@ -1,8 +1,8 @@
 """Geometric properties of a Bézier curve on a flat space, such as its minimum speed and its maximum curvature.
 
 These properties depend only on the distances and angles between the control points. The functions therefore represent
-the n + 1 control points by their coordinates in a basis of their span. The span has at most n dimensions, whereas a
-model has P dimensions.
+the n + 1 control points by their coordinates in a basis of their span. Each of them then has at most n coordinates
+instead of the P parameters of a model, so the computations are much cheaper.
 """
 
 import torch

@@ -79,11 +79,11 @@ class SAM:
 
 @dataclass(frozen=True)
 class ASAM:
-    r"""Adaptive sharpness-aware minimisation (ASAM) with the ascent point $\theta + \rho\, T^2 g / \|T g\|$.
+    r"""Adaptive sharpness-aware minimisation (ASAM), which scales the perturbation of each parameter by its magnitude.
 
-    ASAM evaluates the gradient for the training step at the ascent point instead of the current model $\theta$. Here,
-    $g$ is the gradient of the loss at $\theta$, and $\rho$ is the radius of the perturbation. The vector
-    $T = |\theta| + \eta$ scales each parameter by its magnitude, and $\eta$ is the minimum scale. All products are
+    A training step from the model $\theta$ uses the gradient at the ascent point $\theta + \rho\, T^2 g / \|T g\|$.
+    Here, $\rho$ is the radius of the perturbation, and $g$ is the gradient of the loss at $\theta$. The vector
+    $T = |\theta| + \eta$ contains the scales of the parameters, and $\eta$ is the minimum scale. All products are
     elementwise. With $\eta = 0$, the method is invariant to a rescaling of the parameters. It requires a flat space.
 
     Args:
@@ -121,11 +121,11 @@ class ASAM:
 def sharpness_aware_gradient(
     space: Manifold, loss: Loss, theta: Point, batch: Any, sharpness: Sharpness | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""Compute the loss at the point $\theta$, and the derivative for a sharpness-aware training step.
+    r"""Compute the loss at the point $\theta$, and its derivative at the ascent point $\theta'$.
 
-    The derivative is evaluated at the ascent point $\theta'$, which `sharpness.perturb` returns. This evaluation costs
-    a second forward and backward pass. On a curved space, the gradient at $\theta'$ is transported to $\theta$ and then
-    converted to a derivative in coordinates.
+    Sharpness-aware training uses this derivative for its step from $\theta$. The ascent point is a point near $\theta$
+    with a larger loss, and the method `sharpness.perturb` selects it. The derivative there costs a second forward and
+    backward pass. On a curved space, the function transports the derivative from $\theta'$ to $\theta$.
 
     Args:
         space: the space of $\theta$.
@@ -162,7 +162,8 @@ def sharpness_aware_gradient(
             f"loss: expected a finite value at the ascent point of {sharpness}, got {ascent_loss.item()}; "
             "reduce the radius"
         )
-    # A gradient at θ' is a tangent vector there. It must be transported to θ, where the step is taken.
+    # A gradient at θ' is a tangent vector there. It must be transported to θ, where the step is taken. `lower` then
+    # converts it back to a derivative in coordinates, as autograd computes it.
     if not space.flat:
         with torch.no_grad():
             slope = transport_momentum(space, ascent_point, theta.detach(), space._gradient(ascent_point, slope))

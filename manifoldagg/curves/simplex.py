@@ -72,10 +72,11 @@ class Hull(Embedding):
     def pull_phi(
         self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
     ) -> Float[Tensor, "size ..."]:
-        """Compute the derivative of a loss with respect to the vertices (pullback).
+        """Compute the derivative of a loss with respect to the vertices, by the chain rule.
 
-        The argument `w` (*batch, *space.shape) contains the derivatives of the loss at the points with the coordinates
-        `x`. On a flat space, the derivative with respect to vertex $i$ is the sum of $x_i w$ over the batch.
+        The coordinates `x` and the vertices determine a batch of points. The argument `w` (*batch, *space.shape) is the
+        derivative of the loss with respect to these points. On a flat space, the derivative with respect to vertex $i$
+        is the sum of $x_i w$ over the batch.
         """
         if not self.space.flat:
             return super().pull_phi(phi, x, w)
@@ -247,9 +248,9 @@ class Simplex(Hull):
     def volume(self, phi: Float[Tensor, "size ..."]) -> Float64[Tensor, ""]:
         r"""Compute the volume of the simplex on a flat space, or 0 for a degenerate simplex.
 
-        Let $E$ be the matrix of the k edges from the first vertex to the other vertices. Let $h_i$ be the height of
-        vertex $i$ above the span of the previous vertices. The volume is then $\sqrt{\det(E E^\top)} / k! = \prod_i h_i
-        / i$.
+        The volume is $\sqrt{\det(E E^\top)} / k!$, where $E$ is the matrix of the k edges from the first vertex to the
+        other vertices. It is computed as the product of the quotients $h_i / i$ for i = 1, …, k. Here, $h_i$ is the
+        distance of vertex $i$ from the span of the vertices before it.
         """
         parts, solid = self._heights(phi)
         return torch.where(solid, parts.prod(), 0.0)
@@ -333,13 +334,12 @@ class Simplex(Hull):
         return torch.cat([phi, point.unsqueeze(0)]), replace(self, vertices=self.vertices + 1)
 
     def _heights(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """Return $h_i / i$ for the height $h_i$ of each vertex $i$, and whether the simplex is nondegenerate.
-
-        The height of a vertex is its distance from the span of the previous vertices. For a degenerate simplex, all
-        heights are replaced by 1, so that the derivatives remain finite.
-        """
+        """Compute the factors (k,) of the volume, and whether the simplex is nondegenerate."""
+        # The factors are h_i / i, where the height h_i is the distance of vertex i from the span of the vertices before
+        # it. The heights are the diagonal of the Cholesky factor.
         inner = self._edge_gram(phi)
-        # The matrix of a degenerate simplex is replaced before the decomposition, whose derivative would be NaN.
+        # The derivative of the decomposition of a singular matrix would be NaN. For a degenerate simplex, the identity
+        # replaces the matrix, so all heights are 1.
         nondegenerate = _cholesky(inner.detach())[1]
         safe = torch.where(nondegenerate, inner, torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
         heights = torch.linalg.cholesky(safe).diagonal()
@@ -394,11 +394,12 @@ def _nearest_on_simplex(vertices: Tensor, target: Tensor) -> Tensor:
 
 
 def _add_vertex_to_face(vertices: Tensor, target: Tensor, x: Tensor, vertex: int) -> Tensor:
-    """Add a vertex to the face of a simplex that contains `x`, and find the point nearest to the target.
+    """Add `vertex` to the active set of an active-set method, and return the new coordinates `x`.
 
-    If the nearest point is outside of the face, the function removes vertices from the face.
+    The active set contains the vertices with positive barycentric coordinates `x`. The step minimises the distance to
+    `target` over these coordinates. Vertices whose coordinates would become negative leave the set.
     """
-    # The face that contains x consists of the vertices with positive coordinates. The distance never increases.
+    # The vertices of the active set span the face of the simplex that contains x. The distance never increases.
     face = (x > 0).index_fill(0, torch.tensor(vertex), True)
     while True:
         first, *others = face.nonzero().squeeze(-1).tolist()

@@ -102,9 +102,9 @@ class PathFit:
         self._last = self.start.clone() if time == "length" and self._sums else None
 
     def observe(self, point: Float[Tensor, "..."]) -> None:
-        r"""Add the next point $\theta_k$ (*space.shape) of the path to the sums of the fit.
+        r"""Add the next point $\theta_k$ (*space.shape) of the path to the fit.
 
-        The method does not modify the point and does not retain a reference to it.
+        The fit stores only weighted sums of the points. It does not modify the point or retain a reference to it.
         """
         before = self._parameters[-1]
         # Without a stored last point, the parameter counts steps.
@@ -202,14 +202,14 @@ class PathFit:
 
 
 class PathPoints:
-    """A polygon that approximates a path with K steps, such as the models of a training run, by m edges.
+    """A polygon with m edges that approximates a path with K steps, such as the models of a training run.
 
-    The polygon starts at the start of the path. Its other m vertices are evenly spaced points of the path: vertex i is
-    the point at the fraction i/m of the steps, for i = 1, …, m. If this fraction is between two points of the path, the
-    vertex is interpolated along the geodesic between them. The last vertex is bitwise equal to the end of the path.
+    For i = 0, …, m, vertex i is the point that the path reaches after i K / m steps. If this number is not an integer,
+    the vertex is interpolated along the geodesic between the points before and after it. The last vertex is bitwise
+    equal to the end of the path.
 
-    The method `observe` receives the points of the path one after another. The start and the m vertices are the control
-    points of `Piecewise(space, degree=1, pieces=m)`.
+    The method `observe` receives the points of the path one after another. The m + 1 vertices are the control points of
+    `Piecewise(space, degree=1, pieces=m)`. The method `points` returns all of them except the first one.
 
     Args:
         space: a flat space, or a space with exp and log.

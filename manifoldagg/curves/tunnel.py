@@ -121,10 +121,9 @@ class Tunnel(Embedding):
         return (1 + self._form.num_coordinates,)
 
     def on(self, space: Manifold, degree: int = 2) -> "Tunnel":
-        """Return a tunnel around a Bézier curve in `space`, with the settings of this tunnel.
+        """Return a tunnel in `space` with the same options as this tunnel.
 
-        If this tunnel was created with a curve, the new curve has the degree of that curve. Otherwise, it has the
-        degree `degree`.
+        The degree of its curve remains the same. If this tunnel was created without a curve, the degree is `degree`.
 
         Example:
             >>> from manifoldagg.manifolds import Flat
@@ -138,10 +137,10 @@ class Tunnel(Embedding):
         return torch.cat([s[..., None], s.new_zeros(*s.shape, self.domain[0] - 1)], -1)
 
     def __call__(self, phi: Phi, x: Coordinates) -> Float[Tensor, "..."]:
-        r"""Compute the points with the coordinates `x` in a tunnel, which is a set of points around a curve.
+        r"""Compute points of the tunnel, a tube around a curve, from their coordinates `x`.
 
-        The coordinates of a point are a parameter $t$ of the curve, and the offset $\xi$ from the point of the curve at
-        $t$.
+        The first coordinate $t$ selects a point of the curve. The other coordinates $\xi$ are the offset from this
+        point.
 
         Args:
             phi: the control points of the curve.
@@ -159,11 +158,10 @@ class Tunnel(Embedding):
         return self._form.point(phi, self.curve(phi, t), t, xi)
 
     def sample(self, *batch: int, generator: Generator = None) -> Float64[Tensor, "..."]:
-        r"""Draw random coordinates $(t, \xi)$ of points in the tunnel around a curve.
+        r"""Draw random coordinates $(t, \xi)$ of the tunnel, a tube around a curve.
 
         The parameter $t$ of the curve is uniformly distributed in [0, 1]. The offset $\xi$ from the curve is uniformly
-        distributed in a ball. The method requires `form="subspace"`. Only in this form are the valid coordinates
-        independent of the control points of the curve.
+        distributed in a ball. The method requires `form="subspace"`.
 
         Returns:
             Coordinates (*batch, n) in float64, where n is the degree of the curve.
@@ -218,13 +216,13 @@ class Tunnel(Embedding):
         r"""Check that the tunnel around the curve with the control points $\varphi$ does not fold.
 
         A tunnel of radius $r$ folds if $r |k(t)| \ge 1$ at some parameter $t$, where $k$ is the curvature vector of the
-        curve. The method returns $r \max_t |k(t)|$, which is below 1 if the check succeeds. It computes the minimum
-        speed and the maximum curvature from the roots of polynomials, so the check does not depend on a grid. If r = 0,
-        the tunnel is the curve itself, so every curve is valid.
+        curve. The method returns $r \max_t |k(t)|$, which is below 1 if the check succeeds. The speed of the curve must
+        not be 0, because $k$ is then undefined. The method computes the minimum speed and the maximum curvature from
+        the roots of polynomials, and not on a grid. If r = 0, the tunnel is the curve itself, so every curve is valid.
 
         Raises:
-            ArgumentError: if `phi` has another shape or is not finite, or if the tunnel folds or $b'(t) = 0$. The
-                message contains t.
+            ArgumentError: if `phi` has another shape or is not finite, or if the tunnel folds or the speed is 0 at a
+                parameter t. The message contains t.
         """
         self._require_flat("check")
         self._check_phi(phi)
@@ -301,7 +299,7 @@ class Tunnel(Embedding):
 
     @torch.no_grad()
     def nearest(self, phi: Phi, point: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
-        r"""Find the nearest point of the tunnel for each given point $y$, as coordinates and a distance.
+        r"""Find the nearest point of the tunnel for each given point $y$.
 
         The tunnel consists of disks that are orthogonal to its curve $b$. The nearest point is in one of the following
         disks, and the method compares all of them:
@@ -309,15 +307,13 @@ class Tunnel(Embedding):
         - the disk at each parameter t that solves the polynomial equation $\langle y - b(t), b'(t)\rangle = 0$;
         - the disk at each end of the tunnel.
 
-        The results have no derivatives.
-
         Args:
             phi: the control points.
             point: points (*batch, *space.shape).
 
         Returns:
-            Coordinates (*batch, *domain), and distances (*batch,) in float64. Inside the tunnel, the distance is 0 up
-            to rounding.
+            The coordinates (*batch, *domain) of the nearest points, and the distances (*batch,) in float64. Inside the
+            tunnel, the distance is 0 up to rounding. Both tensors are detached from the autograd graph.
 
         Raises:
             ArgumentError: for the same reasons as in `check`, or if `point` has another shape or is not finite.
@@ -424,10 +420,10 @@ class Tunnel(Embedding):
         return t.cpu(), values.mean(1), values.amax(1)
 
     def _sample_at(self, phi: Tensor, t: Tensor, generator: torch.Generator, *, by_volume: bool = False) -> Tensor:
-        """Draw random coordinates (t, ξ) of the tunnel at given parameters `t`.
+        """Draw random offsets ξ from the curve at given parameters `t`, and return the coordinates (t, ξ).
 
-        By default, ξ is uniformly distributed in the ball. With `by_volume`, its density is proportional to the volume
-        element.
+        By default, the offsets are uniformly distributed in a ball around 0. With `by_volume`, their density is
+        proportional to the volume element of the tunnel.
         """
         # `tail` determines the exponential variable, and `flip` whether ξ is replaced by -ξ.
         tail, flip = uniform_draws(2, *t.shape, generator=generator).to(t.device)
@@ -535,12 +531,11 @@ class _AmbientForm:
 
 @dataclass(frozen=True)
 class _SubspaceForm:
-    """The coordinates (t, ξ) of the points of a tunnel, in subspace form.
+    """The coordinates (t, ξ) of a tunnel, a tube around a curve, within the span of the control points of the curve.
 
-    A tunnel is a set of points around a curve. The number t is a parameter of the curve, and the vector ξ is the offset
-    from the point of the curve at t. In subspace form, the offset is orthogonal to the curve and in the span of its
-    control points. The entries of ξ are the components of the offset in an orthonormal basis that moves along the
-    curve. Their unit is the distance between the ends of the curve.
+    The number t selects a point of the curve, and the vector ξ is the offset from this point, orthogonal to the curve.
+    The entries of ξ are components in an orthonormal basis that moves along the curve. They are relative to the
+    distance between the ends of the curve.
     """
 
     curve: Bezier
@@ -608,11 +603,9 @@ class _SubspaceForm:
         return self.radius * ball_scale(z.norm(dim=-1), tail)[..., None] * z
 
     def _frame(self, control: Tensor, t: Tensor) -> Tensor:
-        """Compute the rotation-minimising frame at the parameters `t`.
-
-        The columns of the result are the vectors of the frame, in the coordinates of the span of the control points.
-        """
-        # The first axis of the span is parallel to b'(0), so the other axes are normal to the curve at t = 0.
+        """Compute the rotation-minimising frame at `t`: orthonormal columns normal to the curve."""
+        # All vectors are in the orthonormal basis of the span of the control points in which `control` is given. The
+        # first axis of this basis is parallel to b'(0), so the other axes are normal to the curve at t = 0.
         start = torch.eye(control.shape[1]).to(control)[:, 1:]
         return rotation_minimising(control, t, start=start, steps=self.steps)
 

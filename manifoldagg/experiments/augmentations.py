@@ -19,7 +19,7 @@ def cropflip(
 ) -> tuple[Tensor, Tensor]:
     """Crop and mirror images at random, as is common for CIFAR-10 and CIFAR-100.
 
-    Each image is padded with zeros on all sides, and then cropped to its original size at a random position. With the
+    Each image is padded with zeros on all sides, and then cropped to its original size at a random position. With
     probability `flip`, the image is also mirrored left to right.
 
     Args:

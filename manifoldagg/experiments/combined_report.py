@@ -64,8 +64,8 @@ class CombinedReport:
     Attributes:
         runs: the runs, by problem, method and seed.
         targets: the target accuracy of each problem.
-        notes: a sentence for each setting in which reports of the same problem differ. Different methods and seeds are
-            expected, so they have no note.
+        notes: a sentence for each other setting in which reports of a problem differ, such as the number of updates.
+            Methods and seeds are expected to differ, so they have no note.
     """
 
     runs: Runs
@@ -81,15 +81,15 @@ class CombinedReport:
     def run_frame(self) -> pd.DataFrame:
         """Return a data frame with a row for each run.
 
-        The cost of a run is measured in `updates`, `time` (virtual seconds), `gradients` (of minibatches) and `bytes`.
+        There are four measures of cost: `updates`, `time` (virtual seconds), `gradients` (of minibatches) and `bytes`.
         The columns include:
 
         - `final`: the accuracy at the end of the run.
-        - `at_updates`, `at_time`, ...: the accuracy at a cost that all runs of the problem reach, for each measure of
-          cost. The method `budget` returns this cost.
+        - `at_updates`, `at_time`, `at_gradients` and `at_bytes`: the accuracy at the largest cost that every run of the
+          problem reaches. The method `budget` returns this cost.
         - `updates_to_target` and `time_to_target`: the cost at which the run reaches the target accuracy, or NaN if the
           run does not reach it.
-        - `spent_updates`, `spent_time`, ...: the total cost of the run, for each measure of cost.
+        - `spent_updates`, `spent_time`, `spent_gradients` and `spent_bytes`: the total cost of the run.
         """
         return pd.DataFrame(
             {"problem": problem, "method": method, "seed": seed} | self._run_row(problem, run)
@@ -134,7 +134,7 @@ class CombinedReport:
     def tests(self, axis: str) -> pd.DataFrame:
         """Test with `statistics.compare_pairs` whether the accuracies of any two methods differ.
 
-        The accuracies on a problem are compared at the same cost, which is the largest cost that all its runs reach.
+        All accuracies on a problem are measured at the largest cost that every run of the problem reaches.
 
         Args:
             axis: the measure of cost: `"updates"`, `"time"` (virtual seconds), `"gradients"` or `"bytes"`.
@@ -147,7 +147,7 @@ class CombinedReport:
     def one_sided_tests(self, method: str, axis: str) -> pd.DataFrame:
         """Test with `statistics.compare_with` whether `method` is more accurate than the other methods.
 
-        The accuracies on a problem are compared at the same cost, which is the largest cost that all its runs reach.
+        All accuracies on a problem are measured at the largest cost that every run of the problem reaches.
 
         Args:
             method: the name of the method.
@@ -162,8 +162,8 @@ class CombinedReport:
     def relative_times(self, baseline: str = "FedAvg") -> pd.DataFrame:
         """Return the time that each method needs to reach a common target accuracy, relative to a baseline.
 
-        The target of a problem is 95 % of the lowest final accuracy of all methods. `relative_time.relative_times`
-        describes the columns, and the treatment of runs that do not reach the target.
+        On each problem, the target is 95 % of the lowest final accuracy of all methods, where the accuracy of a method
+        is a mean over seeds. `relative_time.relative_times` documents the columns of the returned data frame.
 
         Raises:
             ArgumentError: if no problem contains the baseline.
@@ -180,11 +180,10 @@ class CombinedReport:
     def differences(self, baseline: str) -> pd.DataFrame:
         """Return the mean difference in accuracy between each method and the baseline on each problem.
 
-        Each run of a method is paired with the run of the baseline that has the same seed. The accuracies of all
-        these runs are taken at one cost, which is the largest cost that every one of them reaches. Runs of other
-        methods therefore have no effect. The column `at_updates` contains the mean difference for the cost in updates.
-        `at_updates_low` and `at_updates_high` are the ends of its 95 % interval. The other measures of cost have the
-        same columns.
+        Each run of a method is paired with the run of the baseline that has the same seed. The accuracies of all these
+        runs are measured at the same cost: the largest cost that all of them reach. The result has three columns for
+        each measure of cost (`updates`, `time`, `gradients` and `bytes`). For example, `at_updates` is the mean
+        difference, and `at_updates_low` and `at_updates_high` are the ends of its 95 % interval.
 
         Raises:
             ArgumentError: if no problem contains the method, or no other method has a problem and a seed in common.
@@ -275,14 +274,14 @@ def write_combined_report(
 ) -> list[Path]:
     """Write the tables and the plots of a combined report to a folder.
 
-    - `report.md` contains all tables in Markdown. `report.tex` contains the table of each problem in LaTeX.
-    - `table.csv` contains `CombinedReport.frame`.
-    - `pairs.csv` contains `CombinedReport.tests`.
-    - `baseline.csv` contains `CombinedReport.differences`, if `baseline` is given.
-    - `relative_time.csv` contains `CombinedReport.relative_times`.
-    - `one_sided.csv` contains `CombinedReport.one_sided_tests`, if `proposed` is given.
-    - For each problem, one plot shows the accuracy of each method, and another plot shows the accuracies of the
-      clients.
+    - `report.md`: all tables in Markdown. `report.tex`: the table of each problem in LaTeX.
+    - `table.csv`: the mean results of each method on each problem (`CombinedReport.frame`).
+    - `pairs.csv`: the tests of each pair of methods (`CombinedReport.tests`).
+    - `baseline.csv`: the differences in accuracy to `baseline`, if it is given (`CombinedReport.differences`).
+    - `relative_time.csv`: the times to a common target accuracy (`CombinedReport.relative_times`).
+    - `one_sided.csv`: the one-sided tests of `proposed`, if it is given (`CombinedReport.one_sided_tests`).
+    - `accuracy*.png`: a plot of the accuracy of each method, for each problem.
+    - `clients*.png`: a plot of the accuracies of the clients, for each problem.
 
     Args:
         combined: the combined report.

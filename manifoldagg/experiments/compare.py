@@ -98,9 +98,9 @@ class Comparison:
         return {"settings": self.settings, "methods": methods}
 
     def log(self) -> list[dict[str, object]]:
-        """Return a row for each evaluation, with the method and the seed of its run.
+        """Return a row for each evaluation of each run, with the method and the seed of the run.
 
-        Equal settings give bit-identical rows.
+        Two comparisons with the same settings return bit-identical rows.
         """
         return [
             {"method": name, "seed": seed} | row.asdict()
@@ -416,7 +416,7 @@ def _check_methods(methods: Any) -> None:
 
 
 def _buffers_of(methods: Iterable[Method], clients: Sequence[int], buffer: int | None) -> dict[str, int | None]:
-    """Return the argument `buffer` of `run` for each method. It is `None` for a rule without a buffer."""
+    """Return `buffer` for each method whose rule has a buffer, and `None` for the others."""
     found: dict[str, int | None] = {}
     for method in methods:
         with error_context(f"methods: {method.name}"):

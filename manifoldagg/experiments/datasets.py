@@ -110,9 +110,9 @@ def load_dataset(
 
 
 class _ModelOfDataset:
-    """A picklable wrapper around a model factory that cannot be pickled itself.
+    """A picklable wrapper around a data set's model factory, which itself cannot be pickled.
 
-    When another process unpickles the wrapper, it loads the data set again to obtain the factory.
+    The pickle contains only the source of the data set. Unpickling loads the data set and returns its model factory.
     """
 
     def __init__(self, source: str | Callable[[], LabelledDataset], model: Callable[[], nn.Module]) -> None:

@@ -1,6 +1,6 @@
-"""Models for data sets: a perceptron, convolutional networks, a recurrent network and transformers.
+"""Neural networks for the experiments: a perceptron, convolutional networks, a recurrent network and transformers.
 
-`mlp`, `cnn` and `gru` are the default models for data sets. Four other functions build the models of published papers:
+`mlp`, `cnn` and `gru` are the default models of data sets. Four other functions build the models of published papers:
 
 - `lenet5`: *Orthogonal Calibration for Asynchronous Federated Learning*
 - `cnn7x7` and `blockcnn`: *Optimizing Asynchronous Federated Learning*

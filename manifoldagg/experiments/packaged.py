@@ -69,13 +69,13 @@ def watch(users: str = "subject", length: int = 100) -> LabelledDataset:
 def japanese_vowels(path: Path | str = "") -> LabelledDataset:
     """Load utterances of the Japanese vowels /ae/ by nine speakers (UCI, Japanese Vowels).
 
-    The inputs are time series (12, 29) of 12 coefficients of linear prediction (LPC cepstrum). The 640 series have 7 to
-    29 time steps, and shorter series are padded with zeros. There are 270 training series and 370 test series. The
-    model is a multilayer perceptron.
+    The inputs are time series (12, 29) of 12 LPC cepstral coefficients. The 640 series have 7 to 29 time steps, and
+    shorter series are padded with zeros. There are 270 training series and 370 test series. The model is a multilayer
+    perceptron.
 
-    The label of a series is its speaker, and the speakers are also the users. In a natural partition, each client
-    therefore has a single label, like a telephone that learns to recognise its owner. A Dirichlet partition mixes the
-    speakers.
+    The label of a series is its speaker, and the speakers are also the users. A natural partition assigns each user to
+    its own client. Each client therefore has a single label, as on a phone that records only its owner. A Dirichlet
+    partition mixes the speakers.
 
     Args:
         path: the folder of `JapaneseVowels_TRAIN.ts` and `JapaneseVowels_TEST.ts`. The default is their folder in the

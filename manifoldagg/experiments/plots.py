@@ -87,11 +87,11 @@ def draw_accuracy(
     axis: str = "updates",
     budget: float | None = None,
 ) -> None:
-    """Plot the accuracy of each method over a cost axis, averaged over the seeds.
+    """Plot the accuracy of each method against the cost of training, averaged over the seeds.
 
     If the primary metric of the data set is not the accuracy, the plot shows the primary metric. A curve ends at the
     largest cost that all seeds of the method reach. With several seeds, a band shows one standard deviation, unless
-    there are more methods than colours. Between two evaluations, a run has the accuracy of the earlier evaluation.
+    there are more methods than colours. The mean at a cost uses the latest evaluation of each seed up to this cost.
 
     Args:
         path: the path of the plot.

@@ -42,10 +42,10 @@ class LearnedCurve(NamedTuple):
 
 
 class ComparisonProgress:
-    """The progress of a comparison, which is stored in a folder.
+    """A context manager that stores the progress of a comparison in a folder.
 
-    The folder is locked until the end of the `with` block. Its files remain after the block, so that the comparison can
-    resume later. If `resume` is false, existing progress is removed first.
+    No other process can use the folder until the end of the `with` block. The files remain after the block, so that the
+    comparison can resume later. If `resume` is false, the files of an earlier comparison are removed first.
 
     Raises:
         ArgumentError: if the folder contains other files, cannot be written, or is in use by another process.

@@ -190,14 +190,16 @@ def parse_methods(names: Sequence[str] | str) -> list[Spec]:
 
 @dataclass(frozen=True)
 class _Template:
-    """A federated method (a server rule and a client trainer) before its options are applied.
+    """A federated method (a server rule and a client trainer) whose options are not applied yet.
 
     Attributes:
         label: the name of the method without options.
         make: the class of the rule, or a function that creates the rule.
-        fields: the default arguments of `make`: the fields of a finished rule in the user's module, otherwise empty.
+        fields: the default arguments of `make`. For a rule object in a user's module, they are the fields of this
+            object. Otherwise, they are empty.
         defaults: the default text of options of the rule and of the trainer.
-        trainer: the trainer of a finished `Method` in the user's module. If it is `None`, a name selects the trainer.
+        trainer: the trainer of a `Method` object in a user's module. Otherwise, it is `None`, and the option `trainer`
+            or a default selects the trainer.
         rate_field: the option of the rule that is the global learning rate, or `None` if the rate is fixed.
     """
 

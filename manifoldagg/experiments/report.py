@@ -44,7 +44,8 @@ class LoggedRun:
     Attributes:
         folder: the folder of the report.
         evaluations: the evaluations of the server's model, in order.
-        client_accuracy: the accuracy of the best evaluated model, for each client with held-out samples.
+        client_accuracy: the accuracy for each client with held-out samples. All values belong to the same model, which
+            is the evaluated model with the highest overall accuracy.
     """
 
     folder: Path

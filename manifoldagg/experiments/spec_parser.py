@@ -1,6 +1,6 @@
-"""Parser of specs. A spec such as `name:option=value,option=value` selects an object by name and sets its options.
+"""Parser for specs. A spec such as `name:option=value,option=value` selects an object by name and sets its options.
 
-In all functions of this module, the argument `where` is the start of error messages.
+All error messages of a function in this module start with its argument `where`.
 """
 
 import ast
@@ -70,8 +70,9 @@ OptionReaders: TypeAlias = Mapping[str, Mapping[str, Reader]]
 def parse_specs(where: str, text: str, known: Collection[str] | None = None) -> list[Spec]:
     """Parse a comma-separated list of names, each of which may have options.
 
-    A colon separates a name from its first option, and commas separate further options. For example, the text
-    `asyncbezier:threshold=auto,degree=3,fedgs` contains `asyncbezier` with two options, and `fedgs` without options.
+    The first option follows the name and a colon. After a comma, `option=value` is a further option of the same name,
+    and any other text starts the next name. For example, `asyncbezier:threshold=auto,degree=3,fedgs` contains
+    `asyncbezier` with two options, and `fedgs` without options.
 
     Args:
         where: the start of error messages.
@@ -159,13 +160,13 @@ def parse_kwargs(
 ) -> dict[str, Any]:
     """Parse the text of options into keyword arguments for `factory`, a class or a function.
 
-    The value of an option can be an object with its own options, which are written with a dot. For example,
-    `staleness=hinge,staleness.a=0.9` selects the object `hinge` and sets its option `a`. `staleness.a=0.9` alone sets
-    the option `a` of the default object. Options that are annotated as strings or paths remain text.
+    The value of an option can be an object that has options of its own. For example, `staleness=hinge` selects the
+    object `hinge` for the option `staleness`, and `staleness.a=0.9` sets the option `a` of this object. Without
+    `staleness=hinge`, `staleness.a=0.9` sets the option `a` of the default object.
 
     Args:
         where: the start of an error message.
-        factory: a class or a function.
+        factory: a class or a function. If it annotates an option as a string or a path, that text is not parsed.
         options: the text of each option.
         option_readers: the readers of options whose values are objects.
         excluded: parameters that are not options.
@@ -321,8 +322,8 @@ def choose(where: str, noun: str, name: str, choices: Collection[str]) -> str:
 def import_object(where: str, text: str, noun: str) -> Any:
     """Import the object `module:name` from a user's module.
 
-    If the import fails, the function raises an `ArgumentError`. The message describes the expected object by `noun`,
-    such as "a data set".
+    If the module or the name does not exist, the function raises an `ArgumentError`. `noun` is the description of the
+    expected object in the error message, such as "a data set".
 
     Example:
         >>> import_object("data", "math:tau", "a data set")
@@ -354,16 +355,14 @@ def user_reader(
 ) -> dict[str, Reader]:
     """Return a reader for objects in a user's module.
 
-    A reader is a function that builds a value from the text of options. This reader imports the object `module:name`.
-    The value depends on the object:
+    A reader is a function that builds a value from options. This reader imports the object `module:name`. The value
+    depends on the object:
 
-    | object | value |
-    | --- | --- |
-    | a class, or a function that makes an object | its result with the options as keyword arguments |
-    | a function with `num_arguments` required arguments, if that is not 0 | the function, with the options bound |
-    | any other object | the object; the options replace fields of a dataclass |
-
-    For an instance of a dataclass, the value is a copy in which the options replace the values of fields.
+    - If `num_arguments` is positive, a function with this number of required arguments is not called. The value is the
+      function itself, with the options as fixed keyword arguments.
+    - A class or any other function is called with the options as keyword arguments. The value is the result.
+    - For an instance of a dataclass, the value is a copy of the instance in which the options replace fields.
+    - Any other object is itself the value, and cannot have options.
 
     Args:
         noun: the description of the expected value in error messages, such as "a correction".
@@ -395,7 +394,7 @@ def user_reader(
 def _make(
     where: str, found: Any, text: str, options: Mapping[str, str], num_arguments: int, readers: OptionReaders | None
 ) -> Any:
-    """Apply the options to an object of the user, as in the table of `user_reader`."""
+    """Apply the options to an object of the user, as in the list of `user_reader`."""
     if not (isinstance(found, type | partial) or inspect.isroutine(found)):
         if not options:
             return found

@@ -104,12 +104,12 @@ def compare_pairs(scores: pd.DataFrame) -> pd.DataFrame:
 
     The test uses the differences between two methods' scores on the same problem with the same seed.
 
-    - Holm's correction covers the tests of all methods, because no method is chosen in advance.
-    - Two methods with fewer than 15 common scores are not tested.
+    - Two methods with fewer than 15 pairs of scores are not tested.
     - Differences of 0 are ignored.
-    - Differences are rounded to 12 decimals, so that rounding errors do not break ties.
-    - SciPy's test is exact for up to 50 differences without ties, and for up to 13 differences with ties. For more
-      differences, the test uses the normal approximation with the variance corrected for ties.
+    - Differences are rounded to 12 decimals, so that differences that are equal up to rounding errors count as ties.
+    - The p-value is exact for up to 50 differences without ties, and for up to 13 differences with ties. Otherwise,
+      SciPy uses the normal approximation with the variance corrected for ties.
+    - Holm's correction for multiple tests covers all tested pairs of methods.
 
     Args:
         scores: a column for each method and a row for each pair of problem and seed. A missing score is NaN.

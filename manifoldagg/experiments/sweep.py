@@ -27,14 +27,15 @@ LABEL = re.compile(r"(?P<name>[^(]*)(?:\((?P<options>.*)\))?")
 def load_sweep(folders: Iterable[Path | str], option: str) -> pd.DataFrame:
     """Read several reports of `manifoldagg compare`, and return the final accuracies for each value of an option.
 
-    The option is one of the following:
+    `option` names one of the following:
 
-    - a setting of a comparison, such as `concurrency` or `clients`;
-    - an option of a setting, such as `partition.concentration` for `--partition dirichlet:concentration=0.5`;
-    - an option of methods, such as `epochs` for `--methods fedasync:epochs=1`. Methods that differ only in this option
-      are treated as the same method. Methods without this option are omitted.
+    - A setting of a comparison, such as `concurrency` or `clients`.
+    - An option within a setting. For example, `partition.concentration` is 0.5 in a comparison with
+      `--partition dirichlet:concentration=0.5`.
+    - An option of methods. For example, `epochs` is 1 for `--methods fedasync:epochs=1`. Methods that differ only in
+      this option are treated as the same method. Methods without this option are omitted.
 
-    If a value has several parts, such as `epochs=4+2`, only the first part is used.
+    If a value consists of several numbers, as in `epochs=4+2`, only the first number is used.
 
     Returns:
         A row for each method and value, sorted by value: `method`, `value`, `seeds`, `mean`, `low` and `high`. The last
@@ -95,7 +96,7 @@ def _frame(reports: Reports, option: str) -> pd.DataFrame:
 
 
 def write_sweep(folders: Iterable[Path | str], option: str, out: Path | str) -> tuple[pd.DataFrame, list[Path]]:
-    """Write the result of `load_sweep` to `sweep.csv`, and plot it to `sweep.png`.
+    """Write the result of `load_sweep` to `sweep.csv`, and a plot of the result to `sweep.png`.
 
     The plot has one line for each method.
 

@@ -1,4 +1,4 @@
-"""Tuning of the global learning rate of each method, by a line search on seeds that no comparison uses."""
+"""Line search for the best global learning rate of each method. Its runs do not use the seeds of the comparison."""
 
 import hashlib
 import json
@@ -58,8 +58,8 @@ class Tuning:
         seeds: the seeds of the tuning runs. The comparison must use other seeds.
         validation: the fraction of the training samples on which tuning runs are evaluated. If the comparison sets a
             validation fraction, tuning uses that fraction instead. Tuning never uses the test set.
-        length: the length of a tuning run as a fraction of the length of a run in the comparison. The fraction applies
-            to the number of updates and to the duration.
+        length: the length of a tuning run as a fraction of the length of a run in the comparison. The number of updates
+            and the duration are both multiplied by this fraction.
         cache: the folder that stores finished tuning runs for later searches. `None` disables the cache.
     """
 
@@ -187,9 +187,9 @@ def line_search(
 ) -> Search:
     r"""Search for the rate with the highest mean score by doubling and halving the rate `start`.
 
-    With $s$ for `start`, the search tries the rates $s\,2^k$ for integers $k$. It begins with $k = -1, 0, 1$ and ends
-    when it has tried both neighbours of the best rate, or reached the limit on $|k|$. While all scores are 0, it
-    continues with lower rates.
+    The search tries rates $s\,2^k$, where $s$ is `start` and $k$ is an integer with $|k| \le$ `max_doublings`. It
+    begins with $k = -1, 0, 1$. It then tries half and twice the best rate, and repeats this step until both have been
+    tried or exceed the limit on $|k|$. While all scores are 0, the lowest rate counts as the best.
 
     Args:
         score: a function of a rate that returns a score >= 0 for each repetition.
@@ -244,8 +244,8 @@ def tune(
 ) -> Search | None:
     """Search for the global learning rate with which a method has the highest mean `tail_accuracy`.
 
-    The search simulates one run of each tried rate on each federated data set. A run has the score 0 if the rule
-    rejects the rate, the training diverges, or the rule raises a `RuleError`.
+    For each rate, the search simulates one run on each federated data set. A run has the score 0 if the rule rejects
+    the rate, the training diverges, or the rule raises a `RuleError`.
 
     Args:
         method: the method. Its rate is the start of the search.

@@ -111,7 +111,7 @@ def delays(text: str) -> Delay | DelayFactory:
 
 
 def availability(text: str) -> list[AvailabilityChange[int | str]] | AvailabilityFactory:
-    """Return the times at which clients become available or unavailable.
+    """Parse a text that specifies when clients become available or unavailable.
 
     The text has one of these forms:
 

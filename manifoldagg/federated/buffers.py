@@ -46,8 +46,8 @@ _is_cpu = attrgetter("is_cpu")
 class BufferGroup:
     """Group of model buffers whose values are stored together in one vector.
 
-    All buffers of a group have the same update policy, dtype and device. Running variances and batch counters
-    (`num_batches_tracked`) are in separate groups, which contain no other buffers.
+    All buffers of a group have the same update policy, dtype and device. Running variances are never in the same group
+    as buffers of another kind. The same holds for batch counters (`num_batches_tracked`).
 
     Attributes:
         policy: the update policy of these buffers, such as `"average"`.
@@ -157,8 +157,8 @@ class PendingBuffers:
 
     Attributes:
         weight: the sum of the weights of the updates.
-        total: one vector for each buffer group. For the policy `"average"`, it is the weighted sum of the returned
-            buffers in float64. For the other policies, it is unused. The tuple is empty if there is only one update.
+        total: the weighted sum of the returned buffers in float64, as one vector for each `BufferGroup` with the policy
+            `"average"`. The vectors of the other groups are unused. With only one update, the tuple is empty.
         latest: the buffers of the latest update. A buffer with the policy `"leave"` has the server's value. An integer
             batch counter has the largest value so far.
         count: the number of updates.
@@ -187,13 +187,13 @@ def accumulate(
     *,
     name: str = "buffers",
 ) -> PendingBuffers:
-    """Add copies of a client's model buffers to the buffers that wait for the server's next step.
+    """Add a client's model buffers, such as running means, to those that wait for the server's next step.
 
-    The function checks the values of the update:
+    The function copies the buffers, and checks their values:
 
     - Floating-point values must be finite, and variances must not be negative. A value that equals the server's own
       value is always valid, for example an infinity in an attention mask.
-    - Integer batch counters must be at most $2^{53}$.
+    - Batch counters (`num_batches_tracked`) with an integer dtype must be at most $2^{53}$.
 
     Args:
         pending: the waiting buffers of earlier updates. `None` if no update is waiting.
@@ -235,12 +235,11 @@ def accumulate(
 def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapping[str, float]) -> PackedBuffers:
     r"""Return the server's model buffers after a step that changed the model.
 
-    The argument `pending` contains the buffers that clients have returned since the previous step. The policy of a
-    buffer determines its new value:
+    The policy of a buffer determines its new value:
 
-    - `"average"`: $b + s\,(\bar b - b)$. Here, $b$ is the server's value and $\bar b$ is the weighted mean of the
-      clients' values. The number $s \in [0, 1]$ is the fraction of the update that the step applies.
-    - Any other policy: the value in `pending.latest`.
+    - `"average"`: the server's value $b$ moves towards the weighted mean $\bar b$ of the clients' values. The new value
+      is $b + s\,(\bar b - b)$, where $s \in [0, 1]$ is the size of the model's step.
+    - Any other policy: the latest value, as stored in `pending.latest`.
 
     Args:
         pending: the buffers of the updates since the last step.

@@ -30,12 +30,11 @@ Norms = tuple[tuple[Hashable, float], ...]
 class NormLimitError(ArgumentError):
     """Error raised if an update is much longer than the updates of other clients.
 
-    The limit is the option `norm_factor` of `UpdateLimits` times the median norm of the other clients' updates.
-
     Attributes:
-        limit: the largest allowed norm.
-        norms: the norm of the latest update of each client, for the checks of later updates. The norm of the rejected
-            update is recorded as `limit`.
+        limit: the largest allowed norm. It is the option `norm_factor` of `UpdateLimits` times the median norm of the
+            other clients' updates.
+        norms: the norm of the latest update of each client, for the checks of later updates. For the rejected update,
+            it contains the limit instead of the norm.
     """
 
     def __init__(self, message: str, limit: float) -> None:
@@ -267,8 +266,9 @@ def clip_update(space: Manifold, base: Tensor, points: Tensor, factor: float) ->
 
     - On a flat space, this is $\Theta^t + \lambda (\varphi_i - \Theta^t)$. Each entry is rounded once.
     - For tensors of low rank, the scaled point can have a higher rank. The function then returns the nearest point of
-      low rank. If this makes the update longer than $\lambda$ times its norm, the function uses $\lambda / 2$ instead.
-      This is enough, because the nearest point is at most twice as far from the base as the scaled point.
+      low rank. If the norm of the result is above $\lambda$ times the norm of the update, the function repeats this
+      with $\lambda / 2$. This is enough, because the nearest point is at most twice as far from the base as the scaled
+      point.
 
     Args:
         space: the space of the points.
@@ -298,11 +298,10 @@ def _nearest_low_rank(space: Manifold, base: Tensor, points: Tensor, factor: flo
 
 
 def _norm_and_cosine(space: Manifold, base: Tensor, points: Tensor, current: Tensor | None) -> tuple[float, float]:
-    """Return the norm of an update, and the cosine between its displacement and the drift.
+    """Return the norm of an update, and the cosine of the angle between the client's and the server's change.
 
-    The displacement leads from the model `base`, where the client started, to the client's model. The drift leads from
-    `base` to the server's model `current`. If the norm is NaN, the function returns infinity. If `current` is `None`,
-    or if one of the two vectors is zero, the cosine is NaN.
+    Both changes start at the model `base`. The client's change leads to its last point, and the server's change leads
+    to `current`. A NaN norm is returned as infinity. The cosine is NaN if `current` is `None` or a change is zero.
     """
     ends = points if current is None else [*points, current]
     if space.flat or space.ambient:

@@ -1,7 +1,7 @@
 """Computation of linear steps, such as a step along the displacement of an update with a fixed step size.
 
-The coefficients of a linear step do not depend on inner products of models. One pass over the parameters can therefore
-compute the new model and these inner products, which are needed only for checks and metrics.
+A linear step adds a linear combination of vectors with known coefficients to the model. One pass over the vectors can
+therefore compute the new model together with their inner products, which are needed only for checks and metrics.
 """
 
 from dataclasses import replace
@@ -18,11 +18,10 @@ __all__ = ["measure"]
 def measure(
     state: State, outcome: Outcome, numbers: dict[str, float], *, compute: bool, out: Operand | None = None
 ) -> tuple[State, Outcome, dict[str, float]]:
-    """Check that the input vectors of a linear step are finite, and compute the metrics of the step.
+    """Check that the vectors of a linear step are finite, and compute the metrics of the step.
 
     A linear step adds a linear combination of vectors, such as a client's displacement, to the model. The function uses
-    the inner products of these vectors for the check and for the metrics. If the rule has returned no `LinearStep` and
-    has already checked its vectors, the function returns its arguments unchanged.
+    the inner products of these vectors for the check and for the metrics.
 
     Args:
         state: the next state of the rule.
@@ -33,7 +32,8 @@ def measure(
         out: an output buffer for the new model. The function may write to it even if it then rejects the update.
 
     Returns:
-        The next state, the outcome, and the metrics including those of the linear step.
+        The next state, the outcome, and the metrics including those of the linear step. If the outcome contains no
+        `LinearStep` and the rule has already checked its vectors, these are the unchanged arguments.
 
     Raises:
         ArgumentError: if an input vector or the new model is not finite, or if the rule rejects the update.

@@ -21,7 +21,8 @@ class ModelState:
         buffers: the buffers of the model, such as running means.
         pending_buffers: the buffers that clients have returned since the model last changed. `None` if there are none.
         version: the version $\tau$, which is the number of steps that have changed the model so far.
-        norms: pairs of a client and the norm of its latest update. The tuple is empty if no limit depends on norms.
+        norms: the norm of each client's latest update, as pairs (client, norm). The tuple is empty if the server
+            limits neither the norms nor the cosines of updates.
     """
 
     current: Point

@@ -131,10 +131,10 @@ def unalias(tree: Tree, others: Tree) -> Tree:
 
 
 def combinations(tree: Tree) -> list[Combination]:
-    """Return all deferred linear combinations in a pytree.
+    """List the linear combinations in a pytree that are not computed yet.
 
-    A `Combination` describes a linear combination of vectors. It stands for the result in a pytree until the result is
-    computed.
+    A `Combination` object stores the vectors and the coefficients of a linear combination. Until the result is
+    computed, the object takes its place in the pytree.
     """
     if isinstance(tree, Combination):
         return [tree]
@@ -174,10 +174,10 @@ def size_of(tree: Tree) -> int:
 
 
 def introduces_nonfinite(new: Tree, old: Tree) -> bool:
-    """Return whether a tensor of the pytree `new` contains NaN or infinity where the pytree `old` is finite.
+    """Return whether a pytree contains NaN or infinity in a tensor that was finite before.
 
-    The function compares the tensors at each position of the pytrees. If `old` has no tensor at a position, any NaN or
-    infinity in `new` counts. Objects that are identical in both pytrees are skipped.
+    The function compares each tensor of `new` with the tensor at the same position of `old`. If `old` has no tensor at
+    this position, any NaN or infinity in `new` counts. Objects that are identical in both pytrees are skipped.
 
     Example:
         >>> x = torch.tensor([float("inf")])

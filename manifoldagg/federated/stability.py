@@ -136,9 +136,9 @@ def suggest_rate(rule: Any, num_clients: int, concurrency: int) -> float:
 
 
 def _suggested_rate(rule: Any, n: int, m: int) -> float:
-    """Return the learning rate that `suggest_rate` suggests for n clients and m tasks in flight.
+    """Return a stable learning rate for n clients and m concurrent tasks.
 
-    Here, m may exceed n, because a client may have several tasks in flight.
+    Unlike the concurrency in `suggest_rate`, m may exceed n, because a client may have several tasks at the same time.
     """
     inner = rule
     factor = 1.0
@@ -238,7 +238,7 @@ def is_synchronous(rule: Any) -> bool:
 def updates_per_step(rule: Any) -> int:
     """Return the number of updates that a rule combines in one step.
 
-    For a wrapper such as `Momentum`, this is the number of the wrapped rule.
+    For a wrapper such as `Momentum`, the result is that of the wrapped rule.
 
     Example:
         >>> from manifoldagg.federated.rules import FedAsync, FedBuff, Momentum

@@ -81,10 +81,10 @@ class StepPlan:
 
     @cached_property
     def narrow_space(self) -> ParameterSpace | None:
-        """The space of the models, if clients receive them in a narrower dtype than the server stores.
+        """The space with which the server checks that new models are finite in the dtypes of the clients.
 
-        The server then checks that each new model is finite in the narrower dtype. If no dtype is narrower, the value
-        is `None`.
+        The value is `None` if the dtypes of the clients are not narrower than the dtype of the server. The server then
+        does not need the check.
         """
         return self.space if isinstance(self.space, ParameterSpace) and self.space.is_narrow else None
 
@@ -98,7 +98,7 @@ def step(
     *,
     atomic: bool = False,
 ) -> tuple[ModelState, Outcome]:
-    """Apply a client update to the model state with the rule of a server.
+    """Compute the next model state of a server from a client update.
 
     The new model state shares no memory with the update.
 
@@ -194,11 +194,7 @@ def run_rule(
 
 
 def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Update:
-    """Return the update with copies of those tensors that share memory with the server's tensors.
-
-    The function copies points and additional tensors that share memory with the base, the current model, the state of
-    the rule, the client state or the output buffer `out`.
-    """
+    """Return the update with copies of the tensors that share memory with tensors of the server."""
     mine = [update.base, before.current, before.state, update.client_state, out]
     points, tensors = unalias((update.points, update.tensors), mine)
     if points is update.points and tensors is update.tensors:
@@ -209,10 +205,7 @@ def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Upd
 def _own_finite_state(
     state: State, outcome: Outcome, before: ModelState, update: Update, out: Row | None
 ) -> tuple[State, Any]:
-    """Compute and check the next state of the rule and the next client state, and return both.
-
-    The function copies those tensors of the two states that share memory with the update, with a model or with the
-    output buffer.
+    """Compute the next states of the rule and the client, check them, and copy tensors with shared memory.
 
     Args:
         state: the next state of the rule, which may contain linear combinations that are not yet computed.
@@ -251,11 +244,9 @@ def _validate_model(plan: StepPlan, model: Any, out: Any) -> None:
 
 
 def _check_receivable(plan: StepPlan, space: ParameterSpace, state: State, model: Any, current: Any) -> None:
-    """Check that clients can receive the new model, so that it is finite after the conversion to their dtypes.
+    """Check that the new model is finite after its conversion to the dtypes of the clients.
 
-    Some rules store displacements that later steps add to the model, such as a momentum. If these displacements made
-    the model overflow, the server would have to reject all later updates. The function therefore also checks the model
-    plus the displacements that the method `carried_displacements` of the rule returns.
+    The check includes the displacements that the rule adds to the model in later steps, such as a momentum.
 
     Args:
         plan: the configuration of the step.
@@ -270,6 +261,7 @@ def _check_receivable(plan: StepPlan, space: ParameterSpace, state: State, model
     start = current if model is None else model
     if not isinstance(start, Tensor):  # A list of tensors already has the dtypes that clients receive.
         return
+    # If the stored displacements made the model overflow, the server would have to reject all later updates.
     carried = getattr(plan.rule, "carried_displacements", None)
     terms = carried(state) if carried is not None and space.flat else ()
     models = [combine(start, [row for _, row in part], [factor for factor, _ in part]) for part in terms]

@@ -178,9 +178,8 @@ class Update:
 class LinearStep:
     """Step along a linear combination of vectors whose coefficients are known in advance.
 
-    The coefficients of other steps depend on inner products of the vectors, so these steps read the parameters twice.
-    For a linear step, the server computes the new model and the inner products in one pass. It uses the inner products
-    only for checks and metrics.
+    The server computes the new model and the inner products of the vectors in one pass over the parameters. It uses the
+    inner products only for checks and metrics. A step whose coefficients depend on them needs a second pass.
 
     Attributes:
         frame: the vectors of the linear combination, on a flat space.
@@ -353,8 +352,8 @@ class Rule(Protocol):
     ) -> Message:
         """Return the message that the server sends to a client with its next task.
 
-        The start model of the message may be the tensor `current` itself, because the server copies the tensors of the
-        message.
+        The server copies the tensors of the message. The message may therefore contain `current` itself as the start
+        model.
         """
 
     def step(
@@ -494,8 +493,8 @@ def accepts_tensor_lists(rule: Rule, space: Manifold) -> bool:
 def has_plan(rule: Rule) -> bool:
     """Return whether a rule has a method `plan` that accepts models as lists of tensors.
 
-    If a subclass overrides `step` but not `plan`, the result is false, because the inherited `plan` would compute a
-    different step. The server then calls `step` with models as vectors.
+    If a subclass overrides `step` but not `plan`, the result is false, because the inherited `plan` does not compute
+    the step of the subclass. The server then calls `step` with models as vectors.
     """
     return bool(getattr(rule, "accepts_tensor_lists", False)) and _defines_plan_last(type(rule))
 

@@ -118,10 +118,10 @@ class Weights:
         return replace(self, reported=self.reported.set(client, before - 1), bit_length_histogram=histogram)
 
     def without_ticket(self, client: Hashable) -> "Weights":
-        """Return the weights of all clients after a task of one client has ended without an update.
+        """Return the weights of the clients after a task of one client has ended without an update.
 
-        A client without other tasks that has never returned an update no longer participates. It then does not count
-        towards the number of clients.
+        The weights depend on the number of participating clients. A client no longer participates if it has no other
+        task and has never returned an update.
         """
         before = self.reported.get(client, 0)
         if before >= 0:
@@ -262,9 +262,8 @@ class Weights:
 def check_client(client: Hashable, name: str = "client") -> Hashable:
     """Check the name of a client, and return it.
 
-    A name must be hashable and must compare by value. A tensor is therefore not a valid name. If the name is a NumPy
-    scalar, the function returns the corresponding Python value, because the comparison of a NumPy scalar with a tuple
-    results in an array.
+    A name must be hashable and must compare by value. A tensor is therefore not a valid name. The function converts a
+    NumPy scalar to a Python value, because its comparison with a name that is a tuple would return an array.
 
     Args:
         client: the name of the client.
@@ -304,10 +303,7 @@ def _is_recap_due(num_reports: int) -> bool:
 
 
 def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int | None = None) -> tuple[int, ...]:
-    """Add a sample count with `bit_length` binary digits to a histogram of bit lengths.
-
-    If `removed` is given, the function also removes one sample count with `removed` binary digits.
-    """
+    """Add a bit length to a histogram of sample counts, and remove the bit length `removed` if it is given."""
     longer = [*histogram, *[0] * (bit_length + 1 - len(histogram))]
     longer[bit_length] += 1
     if removed is not None:
@@ -320,8 +316,8 @@ def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int 
 def _bit_length_at(histogram: tuple[int, ...], rank: int, excluded: int) -> int:
     """Return the bit length of the sample count at index `rank` in ascending order.
 
-    The entry `histogram[b]` is the number of sample counts with b bits. The function ignores the counts of zero, and
-    one of the counts with `excluded` bits.
+    The entry `histogram[b]` is the number of clients whose sample count has b bits. Clients without samples do not
+    count, and neither does one client whose sample count has `excluded` bits.
     """
     for digits in range(1, len(histogram)):
         rank -= histogram[digits] - (digits == excluded)

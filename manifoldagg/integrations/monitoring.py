@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["PROMETHEUS_METRICS", "PrometheusMetric", "to_logging", "to_prometheus", "to_tensorboard"]
 
 WARNING_EVENTS = (Rejected, Expired, CheckpointFailed)
-"""The types of events that `to_logging` logs with the level `WARNING`."""
+"""The types of events that `to_logging` logs at level `WARNING`."""
 COUNTED_EVENTS: dict[type[Event], str] = {
     Dispatched: "dispatched",
     Accepted: "accepted",
@@ -100,9 +100,9 @@ PROMETHEUS_METRICS = (
 def to_logging(logger: logging.Logger) -> Callback:
     """Create a callback that logs one line for each event of a server.
 
-    Rejected updates, expired tickets and failed checkpoints are logged with the level `WARNING`, and all other events
-    with the level `INFO`. The attribute `event` of each log record contains the event, so that a handler can write it
-    as JSON.
+    Rejected updates, expired tickets and failed checkpoints are logged at level `WARNING`, and all other events at
+    level `INFO`. The attribute `event` of each log record contains the event, so that a handler can write it as
+    JSON.
 
     Args:
         logger: the logger for the events. The server logs its errors separately, to `logging.getLogger("manifoldagg")`.
@@ -144,11 +144,11 @@ def to_tensorboard(writer: "SummaryWriter") -> Callback:
 
     The step of each scalar is the version of the model. The scalars are:
 
-    - `updates/staleness`, `updates/latency` and others: for each accepted update, the numbers in its row of
-      `Server.history`, its latency, and the duration of its step.
-    - `rejected/points` and others: the number of updates that were rejected because of the named field, such as
-      `points`, since the creation of the callback.
-    - `memory/versions` and others: the memory usage of the server in bytes, by kind of data.
+    - `updates/NAME`, such as `updates/staleness`: a number about each accepted update. The name is `latency`, `seconds`
+      (the duration of the step), or a column of `Server.history`.
+    - `rejected/FIELD`, such as `rejected/points`: the number of updates that were rejected because this field was
+      invalid, since the creation of the callback.
+    - `memory/KIND`, such as `memory/versions`: the memory usage of the server in bytes, for one kind of data.
     - `tickets`: the number of tickets in flight.
 
     Args:

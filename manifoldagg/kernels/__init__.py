@@ -97,11 +97,11 @@ def gram(
 ) -> Float64[Tensor, "S k k"]:
     r"""Compute the Gram matrix of several rows, that is, the inner products of all pairs of rows.
 
-    A row consists of P entries, such as all parameters of a model. The entries can be divided into consecutive
-    segments, such as the layers of the model. The result then has one Gram matrix for each segment.
+    A row consists of P entries, such as all parameters of a model. A row can be given as a difference $a_i - b_i$, such
+    as the change of a model. Without a subtrahend, $b_i$ is 0.
 
-    Row $i$ is a difference $a_i - b_i$ with an optional subtrahend $b_i$. The Gram matrix of segment $s$ contains the
-    sums over all entries $p$ of this segment:
+    The entries can be divided into consecutive segments, such as the layers of a model. The Gram matrix of segment $s$
+    contains the sums over the entries $p$ of this segment:
 
     $$G^{(s)}_{ij} = \sum_{p \in s} (a_i[p] - b_i[p])\,(a_j[p] - b_j[p]).$$
 
@@ -151,7 +151,7 @@ def gram(
 def gram_combine(rows: Operands, combinations: Sequence[LinearCombination]) -> Float64[Tensor, "1 k k"]:
     """Compute a Gram matrix and several linear combinations of rows, in one pass if the backend supports it.
 
-    The function returns the same bits as separate calls of `gram` and `combine`.
+    The results are bitwise identical to those of separate calls of `gram` and `combine`.
 
     Args:
         rows: the rows of the Gram matrix, on one rank and without derivatives.
@@ -208,11 +208,11 @@ def combine(
     segments: Sequence[int] | None = None,
     out: Row | None = None,
 ) -> Row:
-    r"""Add a linear combination of rows to a base row, for example weighted client updates to a model.
+    r"""Add a linear combination of rows to a base row, such as a weighted sum of client updates to a model.
 
-    A row is a vector of P entries, such as all parameters of a model. Row $j$ of the sum can also be given as a
-    difference $a_j - b_j$ of two vectors. The entries can be divided into segments, such as the layers of the model.
-    The coefficients $c^{(s)}_j$ then depend on the segment $s$. For an entry $p$ in segment $s$, the result is
+    A row consists of P entries, such as all parameters of a model. A row of the sum can be given as a difference
+    $a_j - b_j$, such as the change of a model. The entries can be divided into consecutive segments, such as the layers
+    of a model. Each segment $s$ has its own coefficients $c^{(s)}_j$. For an entry $p$ in segment $s$, the result is
 
     $$\mathrm{out}[p] = \mathrm{base}[p] + \sum_j c^{(s)}_j\,(a_j[p] - b_j[p]).$$
 

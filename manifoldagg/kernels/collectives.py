@@ -36,11 +36,11 @@ class Ranks:
     """The ranks that exchange messages, and the position of the current rank among them.
 
     Attributes:
-        groups: the process groups in which messages are exchanged, one after another. For a device mesh, these are the
-            groups of its dimensions, from the last to the first. Each exchange includes all messages of the previous
-            exchanges, so that every rank finally has the messages of the whole mesh.
+        groups: the process groups, in which the messages are gathered one after another. For a device mesh, there is
+            one group for each dimension, from the last to the first. After the last group, every rank has the messages
+            of the whole mesh.
         position: the index of the current rank, in row-major order on a mesh.
-        device: the device of the messages for process groups that do not support the CPU.
+        device: the device to which messages are copied if a process group, such as NCCL, cannot send CPU tensors.
     """
 
     groups: tuple["dist.ProcessGroup | None", ...]
@@ -70,7 +70,8 @@ class Ranks:
         """Return a context manager that reports an exception on this rank to the other ranks.
 
         The other ranks receive the report in their next call of `all_gather_checked`. They then raise an error instead
-        of waiting forever. If this context ends without an exception, call `all_gather_checked` directly after it.
+        of waiting forever. If no exception occurs, the current rank must also call `all_gather_checked` after the
+        context, because the other ranks wait for its message.
         """
         try:
             yield

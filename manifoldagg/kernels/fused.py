@@ -23,8 +23,9 @@ class LinearCombination:
         base: the row to which the weighted sum is added, or `None` for zero.
         rows: the rows of the weighted sum.
         coefficients: a single list with one coefficient for each row, or one such list for each tensor of the rows.
-        out: the row that receives the result. The function `combine_many` requires a `TensorList`, with tensors of the
-            same lengths in all combinations. The function `gram_combine` requires newly allocated memory.
+        out: the row that receives the result. For `gram_combine`, its memory must be newly allocated. For
+            `combine_many`, it must be a list of tensors (a `TensorList`). The lengths of these tensors must be the same
+            in all combinations of the call.
     """
 
     base: Operand | None
@@ -42,8 +43,8 @@ class LinearCombination:
     ) -> "LinearCombination":
         """Build a linear combination, and omit the rows whose coefficients are 0.
 
-        Each row can have a subtrahend in `minus`. If `rows` is an `Operands` object, it already includes the
-        subtrahends, so `minus` must be `None`.
+        For each row, `minus` contains a vector that is subtracted from this row, or `None`. If `rows` is an `Operands`
+        object, it already contains these vectors, and `minus` must be `None`.
 
         Raises:
             ArgumentError: if a row is not a valid row, or if lengths or devices differ.
@@ -78,10 +79,10 @@ class LinearCombination:
 
 
 def must_defer(combinations: Sequence[LinearCombination]) -> list[bool]:
-    """Determine which linear combinations must be written last.
+    """Determine which results must not be written before all linear combinations are computed.
 
-    The combinations are computed one after another. A result must be written last if it would overwrite memory that a
-    later combination still reads. The function returns one boolean for each combination.
+    The combinations are computed in the given order. If a later combination reads the memory into which a result is
+    written, this result must be written last. The function returns one boolean for each combination.
     """
     later: set[int] = set()
     deferred = []

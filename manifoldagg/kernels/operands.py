@@ -153,8 +153,8 @@ class Operands:
     def with_base_and_out(self, base: Row | None, out: Row | None) -> tuple["Operands", Operand | None, Operand | None]:
         """Validate the base row and the target row of a linear combination of these rows.
 
-        The linear combination is added to the base, and the sum is written into the target `out`. Both must have the
-        same size and device as the rows.
+        The kernel adds the linear combination to `base`, and writes the sum into the target `out`. Both `base` and
+        `out` must have the same size and device as the rows.
 
         Returns:
             The rows, the base and the target. If the base or the target is a list of tensors and the rows are vectors,
@@ -173,9 +173,10 @@ class Operands:
         return rows, start, None if out is None else rows.as_operand("out", out)
 
     def as_operand(self, name: str, row: Any, index: int | None = None) -> Operand:
-        """Check that a row has the same length and device as the first row, and convert it to an operand.
+        """Validate a row, and convert it to the form that the kernels accept (an operand).
 
-        A vector is returned unchanged, and a tuple of tensors is converted to a `TensorList`.
+        A row is either a vector, which is returned unchanged, or a tuple of tensors, which is converted to a
+        `TensorList`. It must have the same length and device as the first row.
 
         Raises:
             ArgumentError: if the row is invalid. The message names the row, or the tensor in it.
@@ -229,9 +230,10 @@ class Operands:
         return f": expected {self.size} entries, got {sum(tensor.numel() for tensor in row)}"
 
     def materialise(self) -> Tensor:
-        """Compute all k rows, each with P entries, as one float64 tensor (k, P).
+        """Compute all differences `plus[i] - minus[i]` as one float64 tensor.
 
-        The method uses only PyTorch operations. It therefore supports autograd and function transforms such as `vmap`.
+        For k differences of vectors with P entries, the shape is (k, P). The method uses only PyTorch operations. It
+        therefore supports autograd and function transforms such as `vmap`.
         """
         pairs = zip(self.plus, self.minus, strict=True)
         return torch.stack([as_float64(a) if b is None else as_float64(a) - as_float64(b) for a, b in pairs])
@@ -239,10 +241,11 @@ class Operands:
     def prepare(self) -> "Operands":
         """Convert the rows to the form that the backends read.
 
-        Backends can read vectors with any stride, but they cannot read noncontiguous tensors in a list. The method
-        copies these tensors. For rows on the CPU, it also stores the address, stride and dtype of each tensor in
-        `tables`. The compiled code of the backend `cpu` reads the rows by means of these tables, if it supports all
-        tensors.
+        A row is a vector or a list of tensors. A vector can have any stride, but the tensors of a list must be
+        contiguous. The method therefore copies the noncontiguous tensors of a list.
+
+        For rows on the CPU, the method also stores the address, stride and dtype of each tensor in `tables`, which the
+        backend `cpu` reads. If this backend does not support one of the tensors, `tables` is `None`.
         """
         if self.tables is not None:
             return self
@@ -304,7 +307,7 @@ def bump_version(out: Operand) -> None:
 def check_target(out: Operand, rows: Operands, base: Operand | None) -> None:
     """Check that the target `out` of a linear combination does not partially overlap an operand in memory.
 
-    The target may be exactly the same memory as an operand, because each entry is read before it is written. With a
+    The target may occupy exactly the same memory as an operand, because each entry is read before it is written. With a
     partial overlap, a write could change an entry that is read later.
 
     Raises:

@@ -68,15 +68,15 @@ def _sum_over_blocks(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> 
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    r"""Add the sums of the blocks in each segment, and compensate the rounding errors.
+    r"""Add the sums of the blocks in each segment, and compensate for the rounding errors.
 
     The function adds neighbouring blocks pairwise, level by level. Knuth's two-sum algorithm computes the rounding
     error of each addition, and these errors are added separately. Each total therefore consists of a high part $h$,
     which is the rounded total, and a low part $l$, which is the remaining error.
 
     For summands $x$ and the unit roundoff $u$ of float64, $h + l$ differs from the exact sum by a term of order
-    $u^2 \sum |x|$. Except for ties, $h$ is therefore the exact sum, rounded once, unless the summands cancel almost
-    completely.
+    $u^2 \sum |x|$. Usually, $h$ is therefore the exact sum, rounded once. The two exceptions are ties, and summands
+    that cancel almost completely.
 
     Args:
         block_sums: (B, n) float64, one row for each block.

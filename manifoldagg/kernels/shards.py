@@ -90,8 +90,8 @@ def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
     """Return a context manager that reports an exception on this rank to all other ranks.
 
     The other ranks then raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names this rank, instead of
-    waiting for it forever. Use the guard for checks before a call of `sharded.gram` or `sharded.combine`. Do not call
-    these two functions within the guard, because they contain guards themselves.
+    waiting for it forever. Within the context, check the arguments of `sharded.gram` or `sharded.combine`. Call these
+    two functions only after the context, because they open such a context themselves.
 
     Raises:
         ArgumentError: if the tensors are not shards, or if their mesh does not contain this rank.
@@ -115,10 +115,11 @@ class LocalShard:
 
     Attributes:
         blocks: the partition of the local entries into blocks.
-        is_counted: for each segment, whether a Gram matrix includes the entries of this rank. If several ranks store
-            copies of the same entries, the copy of only one rank is included.
-        segments_checksum: a checksum of the segments, which must be equal on every rank.
-        dtypes_checksum: a checksum of the names and dtypes of the vectors, which must be equal on every rank.
+        is_counted: one boolean for each segment, such as a layer. If several ranks store copies of the same entries, it
+            is `True` on only one of them, so that a sum over the ranks includes these entries once.
+        segments_checksum: a checksum of the segments, or of the replicated segments within `across_ranks`.
+        dtypes_checksum: a checksum of the names and dtypes of the vectors. The ranks compare both checksums to detect
+            calls with different arguments.
         local_tensors: a mapping from the `id` of each vector to its local part.
     """
 
@@ -210,9 +211,7 @@ def _shard_of_mesh(vectors: dict[str, Any], segments: SegmentBounds) -> LocalSha
 
 
 def _check_placement(name: str, vector: Any, expected_like: Any) -> None:
-    """Check that a vector is a `DTensor` with the same device mesh and placements as the first row.
-
-    Each placement must be `Shard(0)` or `Replicate()`.
+    """Check that `vector` is a `DTensor` with the mesh and the placements of `expected_like`.
 
     Raises:
         ArgumentError: if a placement is neither `Shard(0)` nor replicated, or if the mesh or the placements differ.

@@ -147,11 +147,11 @@ class TensorList(tuple[Tensor, ...]):
 
     @property
     def form(self) -> bytes:
-        """The shapes and dtypes of the tensors as a key, or `b""` if the native reader cannot read the tensors.
+        """A key to compare two tensor lists: if their keys are equal, their tensors have equal shapes and dtypes.
 
-        If the keys of two tensor lists are equal and not empty, their tensors have equal shapes and dtypes. A key that
-        is not empty also guarantees that the tensors are dense and are stored in CPU memory, and that no tensor is a
-        negative view (a view that torch negates when it is read).
+        The key is `b""` if the compiled code cannot read the attributes of the tensors. Empty keys must not be
+        compared. A key that is not empty also guarantees that the tensors are dense and are stored in CPU memory, and
+        that no tensor is a negative view (a view that torch negates when it is read).
         """
         if "table" not in self.__dict__:
             self.read()
@@ -280,7 +280,7 @@ def _descriptors(row: TensorList) -> bytes:
 
 
 def describe_vector(vector: Tensor, lengths: tuple[int, ...] | None) -> bytes:
-    """Encode the address, stride and dtype of a vector as bytes, from which the compiled code in `native.cpp` reads it.
+    """Encode the address, stride and dtype of a vector as bytes for the compiled code in `native.cpp`.
 
     Args:
         vector: a vector on the CPU.
@@ -334,11 +334,11 @@ def edges(lengths: tuple[int, ...]) -> np.ndarray:
 
 
 def overlapping_pieces(borders: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Find the pieces of a row that overlap the entries from `start` to `stop`.
+    """Find the pieces of a vector that contain the entries from `start` to `stop`.
 
-    `borders` contains the offset of each piece, followed by the end of the last piece. The function returns a triple
-    for each overlapping piece: its index, and the start and the stop of the overlap relative to the offset of the
-    piece.
+    The vector is divided into consecutive pieces. `borders` contains the offset of each piece, followed by the end of
+    the last piece. The function returns a triple `(i, a, b)` for each piece that it finds: the entries from `a` to `b`
+    of piece `i` belong to the range.
 
     Example:
         >>> overlapping_pieces([0, 2, 2, 5], 1, 4)

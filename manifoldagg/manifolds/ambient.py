@@ -96,10 +96,10 @@ class AmbientSpace:
     def gram(
         self, rows: Sequence[Row], *, minus: Sequence[Row | None] | None = None, segments: Sequence[int] | None = None
     ) -> Tensor:
-        """Compute the matrix of inner products of k vectors, separately for each leaf of the space.
+        """Compute the matrix of inner products of k vectors, for each parameter of the model (each leaf of the space).
 
-        Vector i is the difference `rows[i] - minus[i]`. On a flat space, the arguments and the result are those of
-        [`gram`][manifoldagg.kernels.gram].
+        Vector i is the difference `rows[i] - minus[i]`. On a flat space, the method calls
+        [`gram`][manifoldagg.kernels.gram] with the same arguments, and returns its result.
 
         Returns:
             The matrix of inner products (S, k, k) for each of S leaves. If `segments` is `None`, the sum of these
@@ -186,10 +186,10 @@ class AmbientSpace:
     def tangent_lengths(self, rows: Sequence[Row], coefficients: Sequence[float], point: Tensor) -> tuple[float, float]:
         """Compute two norms that show how accurately a point approximates a linear combination of vectors.
 
-        The error is the combination minus the point. The first norm is the norm of the component of the error that is
-        tangent to the space at the point. It is 0 if the point is the nearest point to the combination. The second norm
-        is the norm of the combination, to which the first norm can be compared. Both norms include only the matrices of
-        LoRA adapters, and no other parameters.
+        The error is the combination minus the point. If the point is the nearest one to the combination, the error is
+        orthogonal to the tangent space at the point. The method therefore computes the norm of the tangent component of
+        the error. The second norm, that of the combination, is the reference for a relative error. Both norms include
+        only the matrices of LoRA adapters.
 
         Returns:
             The norm of the tangent component of the error, and the norm of the combination.

@@ -76,10 +76,10 @@ def assign_manifolds(
 
 
 def _fit_space(leaf: Entry, space: Any, name: str) -> Manifold:
-    """Return the manifold of a parameter that can contain several points of the assigned manifold `space`.
+    """Return the manifold of a parameter to which the user has assigned the manifold `space`.
 
-    For example, a parameter of shape (10, 3) with the manifold `Sphere(3)` contains 10 points of the sphere. Its
-    manifold is the product of 10 spheres, `Power(Sphere(3), (10,))`.
+    If the parameter has additional axes, the result is a power of `space`. For example, a parameter of shape (10, 3)
+    with `Sphere(3)` contains 10 points of the sphere, so its manifold is `Power(Sphere(3), (10,))`.
     """
     if space is None:
         return Flat(leaf.size)

@@ -42,8 +42,8 @@ def check_buffer_policy(patterns: Any) -> BufferPolicy:
 def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[str, str]:
     """Return the policy of each buffer: `"average"`, `"latest"` or `"leave"`.
 
-    An exact name has precedence over a glob pattern, and an earlier pattern over a later one. A buffer without a match
-    has the policy `"average"`.
+    The user assigns policies to names and to glob patterns (`patterns`). A name has precedence over a pattern, and an
+    earlier pattern over a later one. A buffer without a match has the policy `"average"`.
 
     Only floating dtypes of at least 16 bits can be averaged. For a buffer of another dtype, the policy `"average"` is
     replaced:

@@ -44,7 +44,7 @@ class Composite(Manifold):
 
 
 class Delegate(Composite):
-    """Base class for manifolds that pass their computations on to one other manifold, the `base_space`.
+    """Base class for manifolds that delegate their computations to another manifold, the `base_space`.
 
     A subclass overrides only those formulas that differ from the formulas of the base space.
     """

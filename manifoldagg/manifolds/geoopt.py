@@ -1,7 +1,7 @@
-"""Conversion of geoopt manifolds (`geoopt.Manifold`) to manifolds of this package.
+"""Conversion of manifolds of the package geoopt (`geoopt.Manifold`) to manifolds of manifoldagg (`Manifold`).
 
-If this package has an equivalent manifold, the conversion returns it. Otherwise, it returns a wrapper that calls the
-methods of the geoopt manifold.
+If manifoldagg has an equivalent class, the conversion returns an instance of this class. Otherwise, it returns a
+`GeooptManifold`, a wrapper that calls the methods of the geoopt manifold.
 """
 
 import copy
@@ -346,7 +346,8 @@ def _is_known(manifold: Any, *, has_claims: bool) -> bool:
 def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
     """Return an immutable copy of a manifold that belongs to one of geoopt's own classes.
 
-    Manifolds with the same geometry have equal copies. For example, the copy of a `SphereExact` is a `Sphere`.
+    Classes with the same geometry are replaced by one class, so that their copies compare equal. For example, the copy
+    of a `SphereExact` is a `Sphere`.
 
     Raises:
         ArgumentError: if the curvature or the metric of the manifold is not supported.
@@ -375,7 +376,7 @@ def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
 def _freeze_declared(manifold: Any, capabilities: Collection[str] | None, radius: float | None) -> FrozenGeooptManifold:
     """Return an immutable copy of a `geoopt.Manifold` of a user-defined class.
 
-    Only the caller knows which operations of such a class are correct, and passes their names.
+    Some methods of such a class may be wrong for its geometry. The caller therefore names the correct ones.
 
     Args:
         manifold: the manifold.

@@ -156,8 +156,8 @@ class Grassmann(Embedded):
 def _cos_and_sinc(s: Tensor) -> tuple[Tensor, Tensor]:
     r"""Compute $\cos\sqrt{S}$ and $\sin(\sqrt{S})/\sqrt{S}$ for a symmetric positive semi-definite matrix $S$.
 
-    Both results are blocks of the matrix exponential of the block matrix $[0, 1;\; -S, 0]$. The exponential is smooth,
-    so their derivatives of all orders are correct.
+    Both results are blocks of the matrix exponential of $[0, I;\; -S, 0]$. Unlike an eigendecomposition, this
+    exponential is differentiable everywhere, even if eigenvalues are equal or 0.
     """
     # Without scaling, the off-diagonal blocks have the norms 1 and ‖S‖. Scaling both to the norm √‖S‖ reduces the norm
     # of the matrix and the cancellation.

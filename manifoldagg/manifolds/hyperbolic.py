@@ -158,9 +158,10 @@ class PoincareBall(Manifold):
     def _mobius_add(
         self, x: Tensor, u: Tensor, shorten: Callable[[Tensor], Tensor], rest: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        r"""Compute the Möbius sum $x \oplus p$ of the point `x` and a point $p$ in the direction of the tangent `u`.
+        r"""Compute `exp` or `retract` as the Möbius sum $x \oplus p$ of the point `x` and a point $p$.
 
-        `exp` and `retract` are such sums. They differ only in the norm of $p$, which is always below 1.
+        The point $p$ has the direction of the tangent `u`. The two methods differ only in the norm of $p$, which is
+        always below 1 and depends on the norm of `u`.
 
         Args:
             x: points $x$.

@@ -237,7 +237,7 @@ class Layout:
     def check_entries(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
         """Check that a state dict has the names, shapes and dtypes of the layout, without reading its values.
 
-        The check also detects tensors whose memory was freed.
+        The check also detects parameters whose memory was freed by sharded training, such as FSDP.
 
         Raises:
             StateDictError: as in `check`.
@@ -560,9 +560,9 @@ def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
 def layout_of(
     signature: ModelSignature, buffer_patterns: tuple[str, ...] = (), dtype: torch.dtype | None = None
 ) -> Layout:
-    """Return the layout of the state dicts that have the given signature.
+    """Return the layout of state dicts from their signature (their names, shapes, dtypes and tied parameters).
 
-    The other arguments have the same meaning as in `Layout.of_state_dict`.
+    The arguments `buffer_patterns` and `dtype` have the same meaning as in `Layout.of_state_dict`.
     """
     names, shapes, dtypes, tied = signature
     entries = [Entry(name, tuple(shape), kind) for name, shape, kind in zip(names, shapes, dtypes, strict=True)]
@@ -578,7 +578,7 @@ def layout_of(
 
 
 def _classify_entries(entries: Sequence[Entry], owners: Mapping[str, str | None], dtype: torch.dtype | None) -> Layout:
-    """Build the layout of a model, given which of its tensors are parameters, tied parameters and buffers.
+    """Build the layout of a model from its tensors and their roles (parameter, tied parameter or buffer).
 
     Args:
         entries: the name, shape and dtype of each tensor.

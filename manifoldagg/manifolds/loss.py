@@ -62,10 +62,10 @@ class ModelLoss:
         return {entry.name: self.replacement_of(tensors[entry.name]).detach().clone() for entry in self.layout.buffers}
 
     def replacement_of(self, tensor: Tensor) -> Tensor:
-        """Return the tensor that the loss uses in place of a tensor of the module.
+        """Return the replacement for a tensor of the module, or the tensor itself if it has no replacement.
 
-        The loss does not modify the module. It therefore has its own copies of the buffers, such as batch statistics,
-        and it can also replace frozen parameters. A tensor without a replacement is returned unchanged.
+        The loss does not modify the module. It therefore has its own copies of the buffers, such as batch statistics.
+        It can also replace frozen parameters.
         """
         name = self._names().get(id(tensor))
         return tensor if name is None else self.replacements.get(name, tensor)

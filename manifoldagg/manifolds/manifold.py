@@ -62,7 +62,7 @@ class Leaf:
         return f"{self.name}: {self.space}" if self.name else str(self.space)
 
     def select(self, points: Tensor) -> Tensor:
-        """Select the part of each point or tangent that this leaf describes, such as one parameter of a model.
+        """Select the entries of one part (leaf) of a manifold, such as one parameter of a model.
 
         Args:
             points: points or tangents of the whole manifold.
@@ -262,10 +262,9 @@ class Manifold(abc.ABC):
         return x
 
     def _missing(self, formula: str, *arguments: Any) -> Tensor:
-        """Raise `NotImplementedError`, because the class does not implement the given formula.
+        """Handle the call of a formula that the class does not implement, by raising `NotImplementedError`.
 
-        A manifold that is built from other manifolds overrides this method, and calls the same formula of these
-        manifolds.
+        Classes that combine or wrap other manifolds override this method, to call the formula of those manifolds.
         """
         raise self._not_implemented(formula)
 

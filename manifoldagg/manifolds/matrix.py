@@ -1,7 +1,8 @@
 """Matrix functions with small rounding errors, whose derivatives are correct even for repeated eigenvalues.
 
-The derivatives of an eigendecomposition are infinite or NaN if two eigenvalues are equal. The derivatives of the polar
-factor (`polar`) and of the matrix logarithm (`differentiable_log`) are therefore computed by Newton steps.
+If two eigenvalues are equal, autograd through an eigendecomposition returns infinity or NaN. The polar factor (`polar`)
+and the matrix logarithm (`differentiable_log`) are therefore computed without autograd. Newton steps are then applied
+to the result. They change it only by rounding errors, and autograd differentiates only these steps.
 """
 
 from collections.abc import Callable
@@ -30,9 +31,10 @@ def differentiable_log(value: Tensor, target: Tensor, solve: Callable[[Tensor], 
     r"""Make a matrix logarithm $X = \log M$ differentiable with respect to $M$, given its value.
 
     The function executes two Newton steps for the equation $e^X = M$. Each step replaces $X$ by
-    $X + \mathrm{solve}(M - e^X)$. The steps do not change the value, because $M - e^X$ is 0. The first step makes the
-    first derivatives correct, and the second step makes the second derivatives correct. Repeated eigenvalues are
-    allowed, because the steps do not divide by differences of eigenvalues.
+    $X + \mathrm{solve}(M - e^X)$, where the linear function `solve` is the inverse of the derivative of $e^X$. The
+    steps do not change the value, because $M - e^X$ is 0. The first step makes the first derivatives correct, and the
+    second step makes the second derivatives correct. Repeated eigenvalues are allowed, because the steps do not divide
+    by differences of eigenvalues.
 
     Args:
         value: $\log M$ (*batch, n, n), without derivatives.

@@ -154,9 +154,9 @@ def check_no_overlap(layout: Layout, target: Mapping[str, Tensor], models: Model
 
 
 def writable_leaves(layout: Layout, target: Mapping[str, Tensor]) -> TensorList:
-    """Return the parameters of a model as tensors to which the kernels can write.
+    """Return tensors to which the kernels can write new values for the parameters of a model.
 
-    If the kernels cannot write to the parameters themselves, the result consists of uninitialised tensors of the same
+    If possible, these tensors are the parameters themselves. Otherwise, they are uninitialised tensors of the same
     shapes.
     """
     row = TensorList([target[leaf.name] for leaf in layout.leaves])

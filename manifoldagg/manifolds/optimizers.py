@@ -303,8 +303,9 @@ RIEMANNIAN_EQUIVALENTS: dict[Any, type[_RiemannianOptimizer]] = {
 def optimizer_on(space: Manifold, optimizer: Optimizer) -> Optimizer:
     """Return the equivalent of a torch optimiser for parameters on the manifold `space`.
 
-    On a curved space, `torch.optim.SGD` is replaced by `RiemannianSGD`, and `torch.optim.Adam` by `RiemannianAdam`.
-    Options that `functools.partial` binds are preserved. On a flat space, a torch optimiser is returned unchanged.
+    On a curved space, `torch.optim.SGD` is replaced by `RiemannianSGD`, and `torch.optim.Adam` by `RiemannianAdam`. If
+    `optimizer` is a `functools.partial`, its options are preserved. On a flat space, a torch optimiser is returned
+    unchanged.
 
     Args:
         space: the space of the parameters.

@@ -283,7 +283,7 @@ class ParameterSpace(Delegate):
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
-        """The name, shape and dtype of each tensor in the state dicts of this space, by name.
+        """A mapping from the name of each tensor in the state dicts of this space to its shape and dtype.
 
         A client can use other ranks for its LoRA adapters. The shapes of the factors in its state dict then differ from
         the shapes in this mapping.
@@ -497,11 +497,12 @@ class ParameterSpace(Delegate):
         return model
 
     def loss(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> ModelLoss:
-        r"""Return the loss $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$ as a function of points.
+        r"""Return the loss of `model` as a function of its parameters and a batch.
 
-        Here, $\theta$ is a point, $(x, y)$ is a batch, and $f_\theta$ is `model` with the parameters $\theta$. Calling
-        the loss runs one forward pass with `torch.func.functional_call`, in the current mode (train or eval) of
-        `model`. It never modifies `model`, because the loss has its own copies of the buffers.
+        The loss is $\ell(\theta, (x, y)) = \mathrm{criterion}(f_\theta(x), y)$. Here, $\theta$ is the vector of all
+        parameters, $(x, y)$ is a batch, and $f_\theta$ is `model` with the parameters $\theta$. Calling the loss runs
+        one forward pass with `torch.func.functional_call`, in the current mode (train or eval) of `model`. It never
+        modifies `model`, because the loss has its own copies of the buffers.
 
         Args:
             model: a module with this layout.

@@ -1,6 +1,6 @@
-"""Powers of a manifold, whose points consist of several points of this manifold.
+"""Powers of a manifold: products of several copies of the manifold.
 
-For example, the rows of an embedding table can be points of a hyperbolic space.
+For example, if the rows of an embedding table are points of a hyperbolic space, the table is a point of its power.
 """
 
 from dataclasses import dataclass, replace
@@ -20,9 +20,9 @@ __all__ = ["Power", "factor_parts"]
 class Power(Delegate):
     r"""The power $M^k$, which consists of $k$ copies of one manifold $M$, with the product metric.
 
-    The copies are arranged along axes of the lengths $k_1, \dots, k_m$, so that $k = k_1 \cdots k_m$. A point has the
-    shape (*batch, *copies, *space.shape), and the primitives of $M$ treat the copies as batch axes. Inner products are
-    summed over the copies, and the injectivity radius is the smallest radius of a copy:
+    The copies form an array of shape $(k_1, \dots, k_m)$, so that $k = k_1 \cdots k_m$. A point has the shape
+    (*batch, *copies, *space.shape), and the primitives of $M$ treat the copies as batch axes. Inner products are summed
+    over the copies, and the injectivity radius is the minimum over the copies:
 
     $$\langle u, v\rangle_x = \sum_i \langle u_i, v_i\rangle_{x_i}, \qquad
       \operatorname{inj}(x) = \min_i \operatorname{inj}(x_i).$$
@@ -89,8 +89,8 @@ def factor_parts(space: Manifold, *tensors: Tensor) -> list[tuple[Leaf, list[Ten
     """Split points or tangents (*batch, *shape) into the parts that belong to the leaves of a manifold.
 
     The leaves of a manifold are its named parts, such as the factors of a product or the parameters of a model. A part
-    can consist of several points of one manifold (a power), such as the rows of an embedding table. These points are
-    then returned along batch axes, and the returned leaf describes a single point.
+    can consist of several points of one manifold, such as the rows of an embedding table. These points are then
+    returned as a batch, and the returned leaf contains the manifold of a single point.
 
     Returns:
         A list of pairs: a leaf, and its part of each tensor.

@@ -75,10 +75,10 @@ class Product(Composite):
         return dict(zip((name for name, _ in self.factors), self._split(x), strict=True))
 
     def join(self, parts: Mapping[str, Tensor]) -> Point:
-        """Concatenate points of the factors, given by name, to points (*batch, P) of the product.
+        """Concatenate one point of each factor to a point (*batch, P) of the product.
 
-        Tangents are concatenated in the same way. The batch axes of all parts are broadcast. This method is the inverse
-        of `split`.
+        The keys of `parts` are the names of the factors. Tangents are concatenated in the same way. The batch axes of
+        all parts are broadcast. This method is the inverse of `split`.
 
         Raises:
             ArgumentError: if a name is missing or superfluous, or a factor does not have the shape of its space.

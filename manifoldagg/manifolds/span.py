@@ -50,15 +50,15 @@ class Span:
 
     @staticmethod
     def of(space: Manifold, rows: Sequence[Float[Tensor, " P"]], start: int) -> "Span | None":
-        r"""Return the span of several points, or `None` if their mean cannot be computed fast and accurately in it.
+        r"""Return the span of several points, or `None` if their mean cannot be computed efficiently in the span.
 
         The result is `None` in the following cases:
 
         - A factor of the manifold is neither flat nor a sphere.
         - A sphere has fewer coordinates than the number of points.
         - The norm of a point is not finite, or the norm of its part on a sphere is not between 0.5 and 2.
-        - Two points of a sphere form an angle of more than $\pi/2$. This limit excludes almost antipodal points. Their
-          mean has large coefficients $c$ and rounding errors of $c^2 \epsilon$ with the machine epsilon $\epsilon$.
+        - Two points of a sphere form an angle of more than $\pi/2$. This limit excludes almost antipodal points, whose
+          mean would have large rounding errors.
         """
         lengths: list[int] = []
         tolerances: list[float] = []
@@ -90,7 +90,8 @@ class Span:
         if not bool(inner.isfinite().all()):
             return None
         found = Span(rows, start, found.lengths, allowed, inner[~allowed.isnan()])
-        # With nonnegative cosines, no two points are almost antipodal, so the coefficients of the mean stay bounded.
+        # With nonnegative cosines, no two points are almost antipodal, so the coefficients c of the mean stay bounded.
+        # The rounding errors of the mean are proportional to c² times the machine epsilon.
         near = (
             (found.cosines >= 0).all() & (found.norms > 1 / MAX_NORM_RATIO).all() & (found.norms < MAX_NORM_RATIO).all()
         )
@@ -165,12 +166,12 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class SpheresInSpan(Manifold):
-    r"""The product of R unit spheres, for points that are linear combinations of given vectors.
+    r"""The product of R unit spheres, whose points are stored as the coefficients of linear combinations.
 
-    Each sphere has its own k vectors. A point of the product is a matrix (R, k): its row r contains the coefficients of
-    the k vectors of sphere r. Let $B$ (k, k) be the Gram matrix of the vectors of one sphere. The inner product of two
-    linear combinations with the coefficients $a$ and $b$ is then $a^\top B\, b$. With this inner product, all formulas
-    are the same as in [`Sphere`][manifoldagg.manifolds.Sphere].
+    On each sphere, k vectors are given, and a point is a linear combination of them. A point of the product is
+    therefore a matrix of coefficients (R, k) with one row for each sphere. Let $B$ (k, k) be the Gram matrix of the k
+    vectors of one sphere. The inner product of two linear combinations with the coefficients $a$ and $b$ is then
+    $a^\top B\, b$. With this inner product, all formulas are the same as in [`Sphere`][manifoldagg.manifolds.Sphere].
 
     Args:
         products: the Gram matrices B of the vectors, (R, k, k).

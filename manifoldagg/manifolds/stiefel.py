@@ -39,8 +39,8 @@ class CertifiedLog:
         tangent: the tangent at $x$ that the iteration returns (*batch, n, p).
         residual: the error $\|\exp_x(\mathrm{tangent}) - y\|$ (*batch,) in float64, for $x$ and $y$ after
             orthonormalisation.
-        converged: whether `tangent` is the logarithm (*batch,). This is the case if the residual is not larger than
-            rounding errors, and `tangent` is certainly the shortest tangent that `exp` maps to $y$.
+        converged: whether `tangent` is the logarithm (*batch,). This is the case if the residual is at the level of
+            rounding errors, and `tangent` is so short that `exp` maps no shorter tangent to $y$.
     """
 
     tangent: Tangent
@@ -219,10 +219,10 @@ def _exponential(x: Tensor, u: Tensor) -> Tensor:
 
 
 class _Linearisation(NamedTuple):
-    """The derivative of the map F(A, R) = e^W [I; 0] e^-A with W = [2A, -Rᵀ; R, 0].
+    """The derivative of the map F, with which Newton's method computes a logarithm on the Stiefel manifold.
 
-    The logarithm of y at x is xA + qR, where A and R solve the equation F(A, R) = [xᵀy; qᵀy]. The columns of q extend x
-    to an orthonormal basis of the span of x and y.
+    The columns of q extend x to an orthonormal basis of the span of x and y. The logarithm of y at x is xA + qR, where
+    A and R solve the equation F(A, R) = [xᵀy; qᵀy]. The map is F(A, R) = e^W [I; 0] e^-A with W = [2A, -Rᵀ; R, 0].
     """
 
     exp_w: Tensor  # e^W
@@ -232,7 +232,7 @@ class _Linearisation(NamedTuple):
 
 
 def _logarithm(x: Tensor, y: Tensor) -> Tensor:
-    """Compute the logarithm of y at x by Newton's method, with correct first and second derivatives."""
+    """Compute the logarithm of y at x by Newton's method, twice differentiable in x and y."""
     p = x.shape[-1]
     m = min(x.shape[-1], x.shape[-2] - x.shape[-1])
     # The iteration runs in a basis of the span of x and y, and without autograd.
@@ -295,10 +295,10 @@ def _iterate(z: Tensor, target: Tensor, steps: int) -> Tensor:
 
 
 def _initial_logs(target: Tensor) -> Tensor:
-    """Compute one or two starting values [A; R] for Newton's method, which computes the logarithm.
+    """Compute starting values for the Newton iteration that computes the logarithm.
 
     Returns:
-        The starting values (1 or 2, *batch, p + m, p).
+        The starting values [A; R] (1 or 2, *batch, p + m, p), two of them if m > 0.
     """
     # The columns of `target` are completed to a rotation. The first columns of the logarithm of this rotation are a
     # starting value. The additional columns are unknown, so there are two guesses for them.
@@ -329,7 +329,7 @@ def _initial_logs(target: Tensor) -> Tensor:
 
 
 def _newton_step(linearisation: _Linearisation, target: Tensor) -> Tensor:
-    """Compute the change [δA; δR] of the unknown matrices A and R of the logarithm in one Newton step."""
+    """Solve the linearised equation of `_Linearisation` for the Newton step [δA; δR]."""
     # The step is a linear function of the right-hand side `target`, so `target` can also be a small residual.
     e = _coordinates(linearisation.exp_w.mT @ target @ linearisation.exp_a)
     numbers = torch.linalg.solve_ex(linearisation.jacobian, e.unsqueeze(-1)).result.squeeze(-1)

@@ -1,7 +1,7 @@
-"""Linear algebra in the tangent space at one point of a parameter space with LoRA adapters.
+"""Linear algebra in a tangent space of the parameter space of models with LoRA adapters.
 
-The sum of two low-rank matrices can have a higher rank, so it must be truncated. The sum of two tangents at the same
-point is again a tangent at this point, so it needs no truncation.
+A sum of two low-rank matrices can have a higher rank, so it must be truncated. In contrast, a sum of two tangents at
+the same point is again a tangent at this point, so it needs no truncation.
 """
 
 from collections.abc import Sequence
@@ -120,7 +120,7 @@ class TangentSpace(AmbientSpace):
         return tangent
 
     def _tangents(self, i: int, rows: Sequence[Row], minus: Sequence[Row | None]) -> Tensor:
-        """Project k differences of vectors onto the tangent space at the base point, for one LoRA adapter.
+        """Project the differences `rows[j] - minus[j]` of one LoRA adapter onto the tangent space.
 
         Args:
             i: the index of the adapter (leaf).
@@ -136,7 +136,7 @@ class TangentSpace(AmbientSpace):
         cache: dict[int | None, Tensor] = {}
 
         def tangent(row: Row | None) -> Tensor:
-            """Return the tangent at the base point that points towards a vector, or towards 0 for `None`."""
+            """Project `row` (or 0 if it is `None`) minus the base point onto the tangent space."""
             key = None if row is None else id(row)
             if key not in cache:
                 cache[key] = space._inverse_retract(
@@ -144,8 +144,8 @@ class TangentSpace(AmbientSpace):
                 )
             return cache[key]
 
-        # A tangent is the projection of a row minus the base point. The projection is linear, so the base point cancels
-        # in the difference of two tangents.
+        # `tangent` projects a row minus the base point. The projection is linear, so the base point cancels in the
+        # difference of two tangents.
         pairs = zip(rows, minus, strict=True)
         return torch.stack([tangent(minuend) - tangent(subtrahend) for minuend, subtrahend in pairs])
 

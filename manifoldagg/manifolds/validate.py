@@ -77,8 +77,8 @@ def check_point(space: Manifold, x: Point, *, name: str = "x", tolerance: float 
 def check_tangent(space: Manifold, x: Point, u: Tangent, *, name: str = "u", tolerance: float | None = None) -> Tangent:
     r"""Check that the vector `u` is tangent to the manifold at the point `x`, and return the vector.
 
-    A vector is accepted if it is close to its projection onto the tangent space. Each leaf, such as a factor of a
-    product, is checked separately.
+    A vector is accepted if it is close to its projection onto the tangent space. Each factor of a product, such as each
+    parameter of a model, is checked separately.
 
     Args:
         space: a space with project_tangent.
@@ -122,8 +122,8 @@ class Validated(Delegate):
     r"""A wrapper of a manifold that validates the arguments of every method.
 
     Points must be on the manifold, tangents must be tangent to it, and all values must be finite. Methods with two
-    points $x$ and $y$ also reject points that are too far apart: on each leaf, $\|\log_x y\|$ must be finite and at
-    most the injectivity radius.
+    points $x$ and $y$ also reject points that are too far apart: $\|\log_x y\|$ must be finite and at most the
+    injectivity radius, separately for each factor of a product (such as each parameter of a model).
 
     The checks cost about as much as the operations themselves, and do not work under `vmap` or `torch.compile`. Use the
     wrapper for untrusted inputs and for debugging.
@@ -168,9 +168,9 @@ class Validated(Delegate):
 
 
 def check_injectivity_radius(space: Manifold, x: Tensor, log: Tensor) -> None:
-    """Check that the logarithms at `x` are finite and not longer than the injectivity radius.
+    """Check that logarithms (tangents at the points `x`) are finite and not longer than the injectivity radius.
 
-    Each leaf, such as a factor of a product, is checked separately.
+    Each factor of a product, such as each parameter of a model, is checked separately.
 
     Raises:
         ArgumentError: if a log is not finite or too long. The message contains the leaf and the distance.

@@ -25,7 +25,8 @@ class MemoryAccess:
     Attributes:
         names: the names of the parameters.
         writes: the lists that the step overwrites: the parameters, and each stored state such as a momentum.
-        reads: the lists that the step only reads, such as the gradients. Other objects, such as `None`, are ignored.
+        reads: the lists that the step only reads, such as the gradients. An element that is not a list of tensors, such
+            as `None`, is ignored.
     """
 
     names: Sequence[str]
@@ -36,9 +37,9 @@ class MemoryAccess:
 def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
     """Check that no tensor that an optimizer step writes shares memory with another tensor of the step.
 
-    There is one exception. A tensor that the step only reads, such as a gradient, may have exactly the memory of a
-    written tensor that belongs to the same parameter of the model. This is safe, because the step reads each element
-    before it overwrites it.
+    There is one exception. A tensor that the step only reads, such as a gradient, may be stored at the same addresses
+    as a written tensor of the same parameter and dtype. This is safe, because the step reads each element before it
+    overwrites it.
 
     Args:
         accesses: the memory of each model that is updated.

@@ -71,10 +71,10 @@ def common(state: ParamState) -> dict[str, Any]:
 
 
 def uniform_across_params(states: Sequence[ParamState]) -> bool:
-    """Return whether all parameters have the same shared state.
+    """Return whether the states of all parameters have entries with the same names and equal shared numbers.
 
-    The shared state consists of the numbers that the optimizer stores for a whole model, and not for a single
-    parameter. The function `common` extracts it from the state of one parameter.
+    A shared number belongs to the whole model, such as the number of steps. The optimizer stores a copy of it in the
+    state of each parameter.
 
     Args:
         states: the stored state of each parameter.
@@ -96,7 +96,7 @@ def uniform_across_params(states: Sequence[ParamState]) -> bool:
 def rule_key(rule: Rule) -> int:
     """Return an integer that identifies the class of a rule and the classes of the rules that it wraps.
 
-    The integer encodes the names of these classes.
+    The bytes of the integer are the names of these classes in UTF-8.
     """
     return _encode_string(_rule_name(rule))
 
@@ -218,7 +218,7 @@ class NormBound:
         return NormBound(row, rounded * norm, tuple(map(_version, row)))
 
     def applies_to(self, row: TensorList) -> bool:
-        """Return whether this upper bound on a norm is valid for `row`, a list with one tensor for each parameter.
+        """Return whether this upper bound on the norm of a list of tensors is valid for the list `row`.
 
         The bound is valid if `row` contains the same tensor objects as the list for which it was computed, and if these
         tensors have not been modified since then.

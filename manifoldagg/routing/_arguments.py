@@ -1,7 +1,7 @@
-"""Helpers for functions and dataclasses whose arguments are arrays with one number per client.
+"""Validation of arrays with one number per client, and base classes for dataclasses that contain such arrays.
 
-The functions validate the shares and the service rates of clients, and return them as read-only float64 vectors. The
-base classes define `repr`, equality and hashes for dataclasses that store such vectors.
+The arrays are the service rates of the clients and their shares of the tasks. The functions of this module return them
+as read-only float64 vectors. The base classes define `repr`, equality and hashes.
 """
 
 import dataclasses

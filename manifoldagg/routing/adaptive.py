@@ -144,8 +144,9 @@ class AdaptiveRouting:
         r"""Record a sample of the gradient noise B, a constant of the convergence bound.
 
         The noise is defined as $B = 2M^2 + \sigma^2$, where $M^2$ is the heterogeneity of the clients, and $\sigma^2$
-        is the variance of their gradients. The estimate of B is the mean of all samples. If the variance is small, use
-        twice the squared distance between the gradient of a client and the mean gradient of all clients as a sample.
+        is the variance of their gradients. The estimate of B is the mean of all samples. If the variance is small, a
+        suitable sample is $2 \|g_i - \bar g\|^2$. Here, $g_i$ is the gradient of client i, and $\bar g$ is the mean
+        gradient of all clients.
         """
         value = check_number("value", value, at_least=0)
         count, mean = self._noise
@@ -189,10 +190,10 @@ class AdaptiveRouting:
         return replace(bound, rounds=max(bound.rounds, self._rounds)) if gap and isinstance(bound, TimeBound) else bound
 
     def reroute(self, now: float | None = None) -> np.ndarray:
-        """Move the current routing towards the routing that minimises the convergence bound.
+        """Move the task shares of the clients towards those that minimise the convergence bound.
 
-        The bound is evaluated with the constants that have been estimated so far. The option `max_change` limits the
-        size of the move. The attribute `last_optimum` contains the minimiser itself.
+        The bound depends on constants, such as the service rates, and the method uses their current estimates. The
+        option `max_change` limits the size of the move. The attribute `last_optimum` contains the minimiser itself.
 
         Args:
             now: the current time, as in `rates`.

@@ -82,7 +82,7 @@ class Bound(ContentEquality, ShortRepr):
         return self._value(self._check_routing(p))
 
     def unnormalised(self, p: np.ndarray | Sequence[float]) -> float:
-        """Evaluate the formula of the convergence bound at positive numbers that need not sum to 1.
+        """Evaluate the formula of the convergence bound at positive task shares that need not sum to 1.
 
         The method `gradient` computes the derivatives of this formula.
 
@@ -248,13 +248,14 @@ class Bound(ContentEquality, ShortRepr):
 class UpdateBound(Bound):
     r"""The convergence bound G, for runs with a limited number of updates.
 
-    Let f be the loss. G is an upper bound on $\frac18$ of the mean of $\| \nabla f \|^2$ over the updates of a run:
+    Let f be the loss. The mean of $\| \nabla f \|^2$ over the updates of a run is at most $8\, G(p)$, where
 
     $$G(p) = \frac{A}{\eta (T+1)} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[X_i]}{p_i^2}, \quad X \sim \pi_{n,m-1}$$
 
-    Here, $p_i$ is the share of the tasks that client i gets, and $E[X_i]$ is the mean number of other tasks at client i
-    when a task is dispatched. The other symbols are defined in the list of arguments.
+    Here, $p_i$ is the share of the tasks that client i gets, and $X_i$ is the number of other tasks at client i when a
+    task is dispatched. The stationary distribution of m - 1 tasks at n clients is $\pi_{n,m-1}$. The constants are the
+    gap A, noise B, smoothness L, learning rate $\eta$, concurrency m and number T of updates.
 
     Args:
         rates: the service rates $\mu_i$ of the clients, (n,), in tasks per unit of time.

@@ -30,7 +30,7 @@ __all__ = ["covariance", "variance"]
 
 
 def covariance(loads: np.ndarray, concurrency: int) -> np.ndarray:
-    r"""Compute the covariance matrix of the queue lengths of the clients in a closed network, (n, n).
+    r"""Compute the covariance matrix (n, n) of the queue lengths of the clients in a closed network.
 
     The entries are $C_{ij} = \operatorname{Cov}[x_i, x_j]$, where the queue lengths $x$ have the stationary
     distribution $\pi_{n,m}$ for n clients and m tasks. The matrix is symmetric. Its rows sum to 0, because the total

@@ -22,8 +22,7 @@ __all__ = ["directional_mean_values", "mean_values"]
 def mean_values(loads: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
     r"""Yield the throughput and the mean queue lengths of a closed network for k = 1, 2, ... tasks.
 
-    The throughput is the number $\lambda_k$, and the mean queue lengths are the vector $L(k)$. The iterator is
-    infinite. Each step costs O(n).
+    The iterator is infinite. Each step costs O(n), where n is the number of clients.
 
     Args:
         loads: $\rho$, (n,), nonnegative and not all 0.

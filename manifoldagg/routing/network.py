@@ -79,15 +79,15 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @property
     def relative_delay(self) -> np.ndarray:
-        """The mean relative delay $E[D_i]$ of each client in updates, (n,).
+        """The mean relative delays $E[D_i]$ (n,) of the clients, in updates of the server model.
 
         The delay of a task is the number of updates that the server receives from other tasks while this task is in
-        progress. $E[D_i]$ is a mean over all tasks of all clients, in which only the delays of client i count, and all
-        others are 0. The mean delay of the tasks of client i alone is $E[D_i] / p_i$, where $p_i$ is the share of the
-        client.
+        progress. For a random task of the network, let $D_i$ be its delay if client i executes it, and 0 otherwise. The
+        mean delay of the tasks of client i alone is $E[D_i] / p_i$, where $p_i$ is the share of the tasks that the
+        client gets.
 
-        $E[D_i]$ is equal to $E[X_i]$, the mean number of other tasks at client i at the dispatch of a task. The sum
-        over all clients is m - 1, where m is the number of tasks in the network.
+        $E[D_i]$ is equal to the mean number of other tasks at client i when a task is dispatched. The sum over all
+        clients is m - 1, where m is the number of tasks in the network.
         """
         return self._mean_value_steps[1]
 
@@ -112,21 +112,20 @@ class ClosedNetwork(ContentEquality, ShortRepr):
     def covariance(self) -> np.ndarray:
         r"""The covariance matrix (n, n) of the queue lengths of the clients at the dispatch of a task.
 
-        The queue length $X_i$ of client i is the number of its tasks, without the dispatched task. The matrix shows how
-        the routing changes the queues: its entry $\operatorname{Cov}[X_i, X_j]$ is the derivative of the mean $E[X_i]$
-        with respect to $\log p_j$, where $p_j$ is the share of client j. The mean $E[X_i]$ is also the mean relative
-        delay of client i.
+        The queue length $X_i$ of client i is the number of its tasks, without the dispatched task. The matrix is also a
+        Jacobian: $\operatorname{Cov}[X_i, X_j] = \partial E[X_i] / \partial \log p_j$, where $p_j$ is the fraction of
+        the tasks that client j gets. It therefore shows how the mean queue lengths change with the routing.
 
-        Source: Queue, equation (7), with a corrected formula for E[X_i²].
+        Source: Queue (7), with a corrected formula for E[X_i²].
         """
         return _read_only(covariance(self._loads, self.concurrency - 1))
 
     @cached_property
     def variance(self) -> np.ndarray:
-        r"""The variances $\operatorname{Var}[X_i]$ of the queue lengths of the clients when a task is dispatched, (n,).
+        r"""The variances (n,) of the queue lengths of the clients at the dispatch of a task.
 
-        The queue length $X_i$ of client i does not include the dispatched task itself. The variances are computed in
-        O(nm) time, without the covariance matrix.
+        The queue length $X_i$ of client i does not include the dispatched task. For n clients and m tasks, the
+        variances are computed in O(nm) time, without the covariance matrix.
         """
         return _read_only(variance(self._loads, self.concurrency - 1))
 

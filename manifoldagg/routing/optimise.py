@@ -68,7 +68,7 @@ def uniform(clients: int | np.ndarray | Sequence[float]) -> np.ndarray:
 def balanced(rates: np.ndarray | Sequence[float]) -> np.ndarray:
     r"""Return shares that are proportional to the service rates of the clients, $p_i = \mu_i / \sum_j \mu_j$.
 
-    This routing has the largest throughput of all routings.
+    These shares maximise the throughput, the number of tasks that all clients complete per unit of time.
 
     Args:
         rates: the service rates $\mu_i$ of the clients, (n,).
@@ -90,7 +90,7 @@ def optimise_routing(
     tolerance: float = 1e-8,
     steps: int = 500,
 ) -> Routing:
-    """Find the routing of tasks to clients with the smallest convergence bound.
+    """Minimise a convergence bound over the routing, which gives each client a share of the tasks.
 
     The bounds are not convex. The function therefore starts from several routings, and returns the lowest local minimum
     that it finds. A lower minimum may exist.
@@ -161,7 +161,7 @@ def optimise_routing(
 def optimise_concurrency(
     bound: Bound, routing: np.ndarray | Sequence[float] | None = None, *, max_concurrency: int | None = None
 ) -> int:
-    """Find the number of concurrent tasks with the smallest convergence bound at a given routing.
+    """Find the number of concurrent tasks that minimises the convergence bound, for given task shares of the clients.
 
     The function evaluates the bound for 1, 2, 3, ... tasks. It stops when the bounds for all larger numbers are certain
     to be larger than the best bound so far. The result is therefore the minimum over all numbers of tasks, unless
@@ -204,7 +204,7 @@ def optimise_concurrency(
 
 
 def _descend(objective: Objective, theta: np.ndarray, tolerance: float, steps: int) -> np.ndarray:
-    """Minimise the objective from the logits `theta`, and return the final logits.
+    """Minimise the objective, starting from the logits `theta`, and return the final logits.
 
     The minimisation ends when the gradient norm is at most `tolerance` or no longer decreases, or after the given
     number of steps.

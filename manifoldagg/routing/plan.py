@@ -1,6 +1,7 @@
-"""Routing plans, which compare several routings of tasks to the same clients.
+"""Routing plans, which compare three ways to divide the tasks among the clients.
 
-The command `manifoldagg route` prints such a plan and writes it to files.
+A plan contains optimised shares, equal shares, and shares proportional to the service rates of the clients. The command
+`manifoldagg route` prints the plan and writes it to files.
 """
 
 import csv

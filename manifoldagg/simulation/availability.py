@@ -56,7 +56,7 @@ class AvailabilityChange(Generic[C]):
 
 
 class AvailabilityTrace(Generic[C]):
-    """A wrapper that adds changes of client availability to a scheduler.
+    """A wrapper around a scheduler, in which clients become available and unavailable at given times.
 
     `next` returns task completions and availability changes in chronological order. If a change and a completion happen
     at the same time, `next` returns the change first. Simultaneous changes are returned in the order of the argument
@@ -163,7 +163,7 @@ class AvailabilityTrace(Generic[C]):
 def churn(
     clients: Iterable[C], up: Delay, down: Delay, until: float, generator: np.random.Generator
 ) -> list[AvailabilityChange[C]]:
-    """Generate alternating failures and returns of each client at random times.
+    """Generate random times at which each client repeatedly fails and then becomes available again.
 
     All clients are available at time 0.
 

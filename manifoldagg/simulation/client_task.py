@@ -49,9 +49,9 @@ class MessageTensors:
         self._shared: dict[str, Tensor] = {}
 
     def share(self, ticket: Ticket) -> Message:
-        """Return the message of a ticket, and reuse the tensors of earlier messages to save memory.
+        """Return the message that a ticket contains. Its tensors share memory with equal tensors of earlier messages.
 
-        A tensor is reused if it is bitwise equal and belongs to a message of the same model version.
+        A tensor is replaced by the first tensor of the same name and model version, if the two are bitwise equal.
         """
         if ticket.version != self._version:
             self._version = ticket.version

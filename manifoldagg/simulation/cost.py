@@ -1,4 +1,4 @@
-"""The cost and the metrics of a run at each evaluation, and functions that find an evaluation by budget or target."""
+"""The cost and the metrics of a run at each evaluation, and functions that select an evaluation by cost or accuracy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

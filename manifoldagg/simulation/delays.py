@@ -1,9 +1,10 @@
-r"""Distributions of the time that a client needs for one unit of work, sampled by the inverse-transform method.
+r"""Distributions of the time that a client needs for one unit of work. Invalid parameters raise an `ArgumentError`.
 
-A delay is drawn as $F^{-1}(U)$, where $F$ is the cumulative distribution function of the delay and $U$ is uniform on
-[0, 1). Each draw uses exactly one uniform number. Therefore, runs with the same seed use the same uniform numbers,
-whatever the distribution. Draws are bounded, because $U$ has only 53 bits. For example, a normal draw is at most 8.2
-standard deviations from its mean. Invalid parameters raise an `ArgumentError`.
+A delay is drawn by the inverse-transform method as $F^{-1}(U)$. Here, $F$ is the cumulative distribution function of
+the delay, and $U$ is a random number with 53 bits that is uniform on [0, 1).
+
+- Each draw uses exactly one uniform number, so runs with the same seed use the same numbers for all distributions.
+- $U$ is at most $1 - 2^{-53}$, so draws are bounded. A normal draw is at most 8.2 standard deviations above its mean.
 """
 
 import math
@@ -169,13 +170,13 @@ class Gaussian(Delay):
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "Gaussian":
-        r"""Fit `location` and `scale` to n measured delays $x_i$. The fit ignores the truncation.
+        r"""Fit `location` and `scale` to n measured delays $x_i$, as if the distribution were not truncated at 0.
 
         $$\operatorname{location} = \mu_R = \frac 1 n \sum_i x_i, \quad
           \operatorname{scale} = \sigma_R = \sqrt{\frac 1 n \sum_i (x_i - \mu_R)^2}.$$
 
-        The truncated distribution therefore has a mean above $\mu_R$. With a single measurement, `scale` is 0 and the
-        delay is constant.
+        Truncation removes the negative delays, so the fitted distribution has a mean above $\mu_R$. With a single
+        measurement, `scale` is 0 and the delay is constant.
 
         Source: OrthoFL §5.1.
         """
@@ -232,13 +233,14 @@ class LogNormal(Delay):
 
     @staticmethod
     def fit(delays: Sequence[float] | np.ndarray) -> "LogNormal":
-        r"""Fit the mean $a$ and the standard deviation $d$ to n measured delays $x_i$.
+        r"""Fit a log-normal distribution to the mean and the standard deviation of n measured delays $x_i$.
 
-        $$a = \mu_R = \frac 1 n \sum_i x_i, \quad d = \sigma_R = \sqrt{\frac 1 n \sum_i (x_i - \mu_R)^2}.$$
+        $$\mu_R = \frac 1 n \sum_i x_i, \quad \sigma_R = \sqrt{\frac 1 n \sum_i (x_i - \mu_R)^2}.$$
 
-        The logarithm of a delay then has the variance $\sigma^2 = \log(1 + \sigma_R^2 / \mu_R^2)$ and the mean
-        $\log \mu_R - \sigma^2 / 2$. This fit differs from the maximum-likelihood fit, which uses the logarithms of the
-        measured delays. With a single measurement, $d$ is 0 and the delay is constant.
+        The fitted distribution has the mean $\mu_R$ and the standard deviation $\sigma_R$. The logarithm of a delay has
+        the variance $v = \log(1 + \sigma_R^2 / \mu_R^2)$ and the mean $\log \mu_R - v / 2$. This fit differs from the
+        maximum-likelihood fit, which uses the logarithms $\log x_i$. With a single measurement, $\sigma_R$ is 0 and the
+        delay is constant.
 
         Source: OrthoFL D.4.
         """

@@ -26,13 +26,13 @@ EVAL_BATCH_SIZE = 1_000
 
 
 class SampleStatistics(NamedTuple):
-    """The loss of a model, and the quantities from which its metrics are computed, for each held-out sample.
+    """The loss of a model, and the statistics from which its metrics are computed, for each held-out sample.
 
     Attributes:
         loss: an array of shape (samples,) with the loss of each sample. If a sample has several tokens or labels, its
             loss is their mean loss.
-        statistics: a dictionary with an array for each function `Metric.statistics`. The array has the shape
-            (samples, ...) and contains the result of the function for each sample.
+        statistics: the statistics by function. A key is the function `Metric.statistics` of a metric, and its value is
+            the array (samples, ...) of the function's results. `Metric.compute` computes the metric from this array.
     """
 
     loss: np.ndarray
@@ -95,8 +95,8 @@ class Evaluator:
     def evaluate_average(self, point: Tensor) -> SampleStatistics:
         """Evaluate the average of several versions of the server's model.
 
-        `point` contains the averaged parameters. The BatchNorm statistics are computed anew for these parameters, on
-        the training samples of all clients. All other buffers come from the last model that `evaluate` received.
+        `point` contains the averaged parameters. The BatchNorm statistics are recomputed for these parameters on the
+        training samples of all clients. All other buffers are those of the model that was last passed to `evaluate`.
         """
         space = ParameterSpace.of(self._model)
         buffers = refresh_buffers(space, self._model, point, self._training_batches())
@@ -237,7 +237,7 @@ class EvaluationLog:
         self.seconds += time.perf_counter() - started
 
     def _average_metrics(self) -> tuple[float | None, float | None]:
-        """Return the primary metric and the mean loss of the weight average.
+        """Return the data set's primary metric and the mean loss for the averaged model.
 
         Both values are `None` if there is no average yet, or if its BatchNorm statistics are not finite.
         """

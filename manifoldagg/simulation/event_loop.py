@@ -64,9 +64,9 @@ class _DispatchedTask(NamedTuple):
 class EventLoop:
     """The event loop of a run, which returns the dispatches and completions of tasks in order.
 
-    The tasks of one client run one after another. If a busy client receives further tasks, they wait in the scheduler
-    if it allows queueing, and otherwise in the event loop. The caller must call `submit` after each `DispatchEvent` and
-    `acknowledge` after each `CompletionEvent`.
+    The method `next` returns the next event. After a `DispatchEvent`, the caller must call `submit` to dispatch the
+    task. After a `CompletionEvent`, it must call `acknowledge` to report whether the server accepted the update. Each
+    client runs its tasks one after another, in the order of dispatch.
 
     Args:
         clients: all clients that may participate, without duplicates.
@@ -181,6 +181,7 @@ class EventLoop:
                 f"client: expected the client of the last DispatchEvent, got {client!r} after {self.pending_event}"
             )
         tasks = self._dispatched.get(client)
+        # If the scheduler does not allow queueing, further tasks of a busy client wait in `_dispatched`.
         if tasks is None or self._scheduler.allows_queueing:
             self._scheduler.dispatch(client, work)
         if tasks is None:

@@ -22,13 +22,13 @@ CLIENTS_PER_EVENT = 64
 class Lookahead:
     """A predictor of the order in which a run will need the results of its tasks in flight.
 
-    The predictor copies the event loop and runs the copy ahead of the original. The copy makes two assumptions:
+    The predictor copies the event loop and runs the copy ahead of the original, under two assumptions:
 
     - The server accepts every update.
     - Each task needs as much work as the previous task of its client.
 
-    After a wrong prediction, the copy is discarded. Until the next copy, or if the event loop cannot be copied, the
-    predicted order is the order of dispatch.
+    After a wrong prediction, the predictor discards the copy and later makes a new one. Without a copy, for example
+    because the event loop cannot be copied, the predicted order is the order of dispatch.
 
     Args:
         event_loop: the event loop of the run.
@@ -95,12 +95,12 @@ class Lookahead:
             self._order = {}
 
     def _advance(self, value: float | bool | None = None) -> tuple[TaskId, float | bool] | None:
-        """Process the next event of the copied event loop, and return its task and its outcome.
+        """Process the next event in the copy of the run's event loop, and return its task and its value.
 
-        The outcome of a dispatch is the work of the task. The outcome of a completion is whether the server accepts the
-        update. `value` is the outcome if it is known; otherwise, the method predicts it.
+        The value is the work of a dispatched task, or whether the server accepts the update of a completed task. If the
+        argument `value` is `None`, the method predicts the value.
 
-        The result is `None` if the copied event loop has no further event.
+        The result is `None` if the copy has no further event.
         """
         ahead = self._copy
         if ahead is None or (ahead.pending_event is None and self._is_over(ahead)):

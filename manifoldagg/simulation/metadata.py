@@ -1,7 +1,7 @@
 """The settings and package versions that determine the results of a run.
 
-A resumed run compares them with those of the saved run. Equal settings have equal values in every process, because the
-values contain no memory addresses.
+A resumed run compares them with those of the saved run. Their text contains no memory addresses, because addresses
+differ between the two processes.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Metrics of a model on held-out samples: accuracy, and AUROC and AUPRC if samples can have several labels."""
+"""Metrics of a model on held-out samples: accuracy, or AUROC and AUPRC for multi-label classification."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

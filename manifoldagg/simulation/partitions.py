@@ -264,10 +264,10 @@ def grouped_partition(
 ) -> list[np.ndarray]:
     r"""Assign all samples of each owner, such as a patient, to a single client. No sample is dropped.
 
-    By default, the owners are assigned at random in numbers that are as equal as possible. With O owners and N clients,
-    each client receives $\lfloor O / N \rfloor$ or $\lceil O / N \rceil$ owners, and at least one. For example, with
-    30,805 patients and 30 clients, 25 clients receive 1,027 patients and five clients receive 1,026. If the owners are
-    35 plays, five clients receive two plays, and 25 clients receive one.
+    By default, the owners are distributed at random and as evenly as possible. With O owners and N clients, each client
+    receives $\lfloor O / N \rfloor$ or $\lceil O / N \rceil$ owners, and at least one. For example, if 30,805 patients
+    are distributed over 30 clients, 25 clients receive 1,027 patients and five clients receive 1,026. In a data set of
+    lines from 35 plays, the owners are the plays. Five of 30 clients receive two plays, and 25 clients receive one.
 
     Args:
         labels: the labels (samples,), integers or strings.

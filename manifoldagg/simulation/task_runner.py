@@ -151,7 +151,7 @@ class TaskRunner:
     def cancel(self, task_ids: Iterable[TaskId]) -> None:
         """Cancel the given tasks.
 
-        The next task of a client then starts with the state that the client's last completed task returned.
+        A cancelled task does not change the client state with which later tasks of the same client start.
         """
         for task in [self._tasks[key] for key in task_ids if key in self._tasks]:
             line = self._client_queues[task.task_id.client]

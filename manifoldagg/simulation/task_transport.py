@@ -35,7 +35,7 @@ class Packed:
     """A value to send to another process. Its tensors are copied into one block of memory.
 
     The receiver reads the copies, so it cannot change the original tensors. `multiprocessing` sends a large block
-    through shared memory, which needs one file descriptor for all tensors. Other picklers send the bytes of the block.
+    through shared memory, with a single file descriptor for all tensors. Otherwise, the block is part of the pickle.
 
     Args:
         value: any value that can be pickled.
@@ -188,8 +188,8 @@ class RunContext:
 class TaskEnvelope:
     """A client task that is sent to an executor.
 
-    All tasks of a run share the data set and the trainer. They are large, so a pickled envelope usually excludes them.
-    If a worker process does not have them yet, it returns an empty `TaskResult`. The task is then sent again with them.
+    The pickle of an envelope usually excludes the data set and the trainer, because all tasks of a run share them. If a
+    worker process does not have them yet, it returns an empty `TaskResult`. The task is then sent again with them.
 
     Args:
         context: the data set and the trainer.
@@ -224,7 +224,7 @@ class TaskEnvelope:
 class ReceivedEnvelope:
     """A client task that a worker process has received.
 
-    `context` contains the data that all tasks of the run share. It is `None` if the sender omitted them.
+    `context` contains the data set and the trainer of the run, or is `None` if the sender omitted them.
     """
 
     def __init__(self, key: bytes, context: Packed | None, parts: Packed) -> None:
@@ -264,10 +264,10 @@ _CONTEXTS = _ContextCache()
 
 
 class TaskResult:
-    """The result of a client task: an update or an exception.
+    """The result of a client task: an update, an exception, or nothing if the task could not start.
 
-    All tasks of a run share the data set and the trainer. If the worker process does not have them, the result is
-    empty. The task must then be sent again together with them.
+    A task cannot start if its worker process does not have the data set and the trainer of the run. The task must then
+    be sent again together with both.
 
     Args:
         payload: the update that the task returned.

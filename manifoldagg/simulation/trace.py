@@ -26,7 +26,7 @@ class TaskRecord(Generic[C]):
 
     Attributes:
         client: the client that ran the task, an int or a str.
-        work: the work of the task, in units.
+        work: the amount of work of the task. A client's delay is the time for one unit of work.
         dispatched: the time at which the task was dispatched.
         started: the time at which the client started the task, at least `dispatched`.
         finished: the time at which the client finished the task, at least `started`.
@@ -133,9 +133,8 @@ class ReplayScheduler(Scheduler[C]):
     """A scheduler that replays a recorded trace of tasks.
 
     Each call of `dispatch` schedules the next recorded task of the given client. The task finishes at its recorded
-    time, whatever its `work`. Several methods can therefore run with the same order of events, and a measured run can
-    be repeated with another rule. Tasks that are not in the trace never finish, for example tasks that were still in
-    flight when the recording ended.
+    time, and `work` does not change this time. Several methods can therefore run with the same order of events, and a
+    measured run can be repeated with another rule. If a client has no further recorded task, its task never finishes.
 
     Args:
         records: the records in order of `finished`.

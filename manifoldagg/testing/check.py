@@ -1,4 +1,4 @@
-"""The function `check_manifold`, which tests whether the formulas of a manifold satisfy the laws of geometry."""
+"""The function `check_manifold`, which tests mathematical laws of a manifold, such as log(x, exp(x, u)) = u."""
 
 import math
 from collections.abc import Iterable

@@ -70,8 +70,8 @@ class LawCase:
     def cut_locus_margin(self) -> float:
         """The margin min(1, r - t), where r is the injectivity radius at `x`, and t is the distance from `x` to `y`.
 
-        If the margin is small, `y` is near the cut locus of `x`, where log and transport amplify rounding errors. The
-        allowed errors are therefore divided by the margin.
+        If the margin is small, `y` is near the cut locus of `x`, where log and transport amplify rounding errors. Tests
+        therefore divide their error tolerances by the margin.
         """
         return min(1.0, min_injectivity_radius(self.space, self.x) - self.distance)
 
@@ -352,10 +352,10 @@ def transport_is_linear(s: LawCase) -> Violation:
 def transport_preserves_geodesic_velocity(s: LawCase) -> Violation:
     """Parallel transport along a geodesic maps the initial velocity of the geodesic to its velocity at a later point.
 
-    For the geodesic from x to y with the initial velocity u, the law checks two points:
+    The geodesic from x to y has the initial velocity u = log_x y. It is checked at two points:
 
-    - At the end point y: Pu = -log_y x, where P is the transport from x to y.
-    - At the midpoint m: exp_m(Qu / 2) = y, where Q is the transport from x to m.
+    - At the end point y, the transported velocity must equal -log_y x.
+    - At the midpoint m, the transported velocity v must satisfy exp_m(v / 2) = y.
     """
     velocity = s.space.transport(s.x, s.y, s.u)
     midpoint = geodesic(s.space, s.x, s.y, 0.5)
@@ -368,7 +368,7 @@ def transport_preserves_geodesic_velocity(s: LawCase) -> Violation:
 def pole_ladder_equals_transport(s: LawCase) -> Violation:
     """On a symmetric space, parallel transport equals the pole ladder, which is computed from exp and log alone.
 
-    For example, a space violates this law if its `transport` is only a projection onto the tangent space.
+    A `transport` that only projects onto the tangent space does not satisfy this law.
     """
     if not s.space.symmetric or 2 * s.distance >= 0.9 * min_injectivity_radius(s.space, s.x):
         return 0.0, 0.0

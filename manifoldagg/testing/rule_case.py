@@ -68,7 +68,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class RuleCase:
-    """Reproducible asynchronous run of an aggregation rule, in which `check_rule` tests the rule.
+    """A reproducible asynchronous run of an aggregation rule, which `check_rule` uses as a test case.
 
     The seed determines the start model, the payloads (the values that the clients return), and the order in which the
     clients finish their tasks. The number of tasks in flight always equals the number of clients.
@@ -116,8 +116,8 @@ class RuleCase:
     def generator(self, index: int) -> torch.Generator:
         """Return a new random number generator with a seed that depends on the seed of the run and on `index`.
 
-        The generator with the index 0 draws the start model and the order of the updates. The generator with the index
-        i + 1 draws the values that the client returns in update i.
+        In the simulated run, the generator with the index 0 draws the start model and the order of the updates. The
+        generator with the index i + 1 draws the model and the other values that a client returns in update i.
         """
         return torch.Generator().manual_seed(2**20 * self.seed + index)
 
@@ -125,10 +125,10 @@ class RuleCase:
     def sample_counts(self) -> dict[Hashable, int]:
         """The number of training samples of each client. The sum of these numbers is a power of 2.
 
-        The weight of a client is its number of samples divided by this sum. A division by a power of 2 is exact, so a
-        mean with these weights is bitwise equal to a mean with the numbers of samples. Results of `Server`, which
-        provides both to a rule, are therefore bitwise comparable with results of `aggregate`, which provides only the
-        weights.
+        `Server` passes both the numbers of samples and the weights of the clients to a rule, whereas `aggregate` passes
+        only the weights. Each weight is a number of samples divided by the sum. This division is exact for a power of
+        2. A mean with the weights is therefore bitwise equal to a mean with the numbers of samples, which allows
+        bitwise comparisons of the results.
         """
         counts = list(range(1, len(self.clients)))
         total = 1
@@ -320,9 +320,10 @@ class AggregateRun:
         return current, base, points if len(points) > 1 else points[0]
 
     def step(self, current: Any, base: Any, update: Any, out: Any = None) -> tuple[Any, State, dict[str, float]]:
-        """Call `aggregate` with the given models, to repeat the next update of a recorded server run.
+        """Call `aggregate` with the given models, to repeat one update of a recorded server run.
 
-        The other arguments of `aggregate`, such as the staleness and the weight, come from the record of this update.
+        The update is the first one that this run has not applied yet. The other arguments of `aggregate`, such as the
+        staleness and the weight, come from the record of this update.
         """
         record = self.records[len(self.models) - 1]
         return _aggregate(self.case.rule, self.state, current, base, update, record, self.space, out)

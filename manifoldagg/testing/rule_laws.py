@@ -58,9 +58,9 @@ def rule_law(*requirements: Requirement) -> Callable[[RuleLaw], RuleLaw]:
 
 
 def needs_state_dicts(case: RuleCase) -> str:
-    """Return the reason why `aggregate` cannot run a case, or an empty string if it can.
+    """Return the reason why `aggregate` cannot run a test case (a simulated run), or an empty string if it can.
 
-    The function `aggregate` can run a case if all of these conditions are met:
+    The function `aggregate` can run a test case if all of these conditions are met:
 
     - The space is a `ParameterSpace` without adapters, and all its tensors have the same dtype.
     - The clients exchange only models with the server.
@@ -125,9 +125,9 @@ def step_is_pure(case: RuleCase) -> str:
 def nothing_is_aliased(case: RuleCase) -> str:
     """The results of `rule.step` do not share memory with each other or with the update that `step` receives.
 
-    The results are the new model, the new state and the new client state. The model must not share memory with the
-    previous state or the previous client state either. The two new states may share memory with these previous states,
-    because a rule never modifies a state in place.
+    The results are the new model, the new state of the rule and the new state of the client. The new states may share
+    memory with the states before the step, because a rule never modifies a state in place. The new model must not share
+    memory with the states before the step.
     """
     rule = case.rule
     space = case.space
@@ -159,13 +159,13 @@ def nothing_is_aliased(case: RuleCase) -> str:
 def rejection_changes_nothing(case: RuleCase) -> str:
     """A rejected update does not change the model, the state, the client states, the version or the history.
 
-    The law is checked with invalid updates and with very large updates:
+    The test sends invalid updates and very large updates to `Server` and to `aggregate`:
 
-    - `Server` and `aggregate` must reject an update that is not finite or has an invalid shape. All later results must
-      be bitwise equal to those of a run without this update.
-    - They may accept an update with entries near the largest finite number. If they reject it, the same
-      condition applies to all later results.
+    - An update that is not finite or has an invalid shape must be rejected.
+    - An update with entries near the largest finite number may be accepted.
     - A rule with differential privacy may accept an update that is not finite, because it replaces the update by zeros.
+
+    After a rejection, all later results must be bitwise equal to those of a run without the rejected update.
     """
     run = case.server_run()
     twin = case.server_run()
@@ -237,8 +237,8 @@ def results_do_not_depend_on_the_split_into_tensors(case: RuleCase) -> str:
 def a_run_can_be_resumed(case: RuleCase) -> str:
     """A run that is saved to a file and resumed is bitwise equal to an uninterrupted run.
 
-    The run is saved with `Server.save` and resumed with `Server.resume`. If the server and its clients exchange only
-    models, a second run is saved with `AsyncAggregator.state` and resumed with `AsyncAggregator.load`.
+    The test uses the methods `Server.save` and `Server.resume`. If the server and its clients exchange only models, the
+    test is repeated with the methods `AsyncAggregator.state` and `AsyncAggregator.load`.
     """
     count = case.num_updates // 2
     with tempfile.TemporaryDirectory() as folder:
@@ -314,10 +314,11 @@ def _huge(payload: Payload) -> Payload:
 
 
 def _rejection(run: ServerRun, ticket: Any, what: str, payload: Payload) -> str | None:
-    """Send an invalid or very large payload to a server, and check that a rejection changes nothing.
+    """Send a payload to a server, and check that the server does not change if it rejects the payload.
 
-    If the server rejects the payload, the result describes the first change of the server or of the payload, or it is
-    "" if nothing has changed. If the server accepts the payload, the result is `None`.
+    Returns:
+        `None` if the server accepts the payload. Otherwise, a description of the first change of the server or of the
+        payload, or "" if nothing has changed.
     """
     before = copy.deepcopy(run.contents())
     original = copy.deepcopy(payload)
@@ -347,10 +348,10 @@ def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun
 
 
 def _aggregate_rejection(run: AggregateRun, kind: str) -> str:
-    """Check that `aggregate` rejects one invalid update without modifying its inputs.
+    """Check that `aggregate` rejects an invalid update without modifying its inputs.
 
-    The result describes the first violation, or is "" if there is none. A very large update is the only kind of update
-    that `aggregate` may also accept.
+    A very large update may be rejected or accepted. The result describes the first violation, or is "" if there is
+    none.
     """
     current, base, update = run.next_models()
     for model in update if isinstance(update, list) else [update]:

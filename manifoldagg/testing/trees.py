@@ -1,4 +1,4 @@
-"""Functions that find bitwise differences between two trees, and memory that two trees share.
+"""Functions that compare two trees: one finds bitwise differences, the other finds shared memory.
 
 A tree consists of nested dicts, lists and objects, whose leaves are tensors and other values.
 """
@@ -63,9 +63,9 @@ def first_difference(name: str, expected: Any, found: Any) -> str:
 
 
 def shared_memory(trees: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """Describe the first tensor in `trees` that shares memory with a tensor in `others`.
+    """Return a message about the first tensor in `trees` that shares memory with a tensor in `others`.
 
-    The result is "" if no memory is shared.
+    The message contains the paths of both tensors. If no memory is shared, the result is "".
 
     Args:
         trees: trees by the names that the description uses.

@@ -1,7 +1,7 @@
 """Client trainer for the rule AsyncCurve.
 
-The trainer learns a quadratic Bézier curve from the server model to the local model. It learns the end and the control
-point of this curve.
+The trainer learns a quadratic Bézier curve that starts at the server model. It trains the end of the curve, which is
+the local model, and the control point between the start and the end.
 """
 
 from dataclasses import dataclass

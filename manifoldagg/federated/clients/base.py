@@ -1,4 +1,4 @@
-"""Base class of client trainers.
+"""Base class and helpers of client trainers.
 
 - `BaseTrainer` is the base class of all trainers.
 - `TrainingTask` contains the inputs of one training task.
@@ -63,9 +63,8 @@ class TrainingTask:
     def buffers(self, at: Tensor | None = None) -> dict[str, Tensor]:
         """Return the model buffers that the server requests, such as running means.
 
-        Each evaluation of the loss during training updates the buffers. Call this method after the training, so that
-        the buffers include all evaluations. If the training has not evaluated the loss at the model that the client
-        returns, pass this model as `at`.
+        Each evaluation of the loss updates the buffers, so call this method at the end of the training. Pass the model
+        that the client returns as `at`, unless the training has already evaluated the loss at this model.
 
         Args:
             at: a point (P,). If it is given, the statistics of BatchNorm layers in training mode are recomputed at this

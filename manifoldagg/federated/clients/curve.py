@@ -1,7 +1,7 @@
 """Client trainer for the rule AsyncBezier.
 
-The trainer learns a curve from the server model to the local model. It can also learn another embedding, such as a
-tunnel or a simplex.
+The trainer learns a curve from the server model to the local model. It can also learn another continuous set of models,
+such as a simplex whose vertices are models.
 """
 
 from dataclasses import dataclass

@@ -54,15 +54,15 @@ class Region(Simplex):
 
 @dataclass(frozen=True)
 class FLOCO(BaseTrainer):
-    r"""Trainer that learns a simplex of models in one region, which belongs to the client.
+    r"""Trainer that learns a simplex of models, in the region of the simplex that belongs to the client.
 
     Each vertex $\Phi_j$ of the simplex is a model. A point with the coordinates $x_j \ge 0$, $\sum_j x_j = 1$ is the
     model $\sum_j x_j \Phi_j$. The trainer minimises the mean loss $\mathbb{E}_x\, \ell(\sum_j x_j \Phi_j)$ over the
-    vertices, where $x$ is a random point of the region.
+    vertices, where $x$ is a random point of the client's region.
 
     - The rule [`FLOCO`][manifoldagg.federated.rules.FLOCO] sends the vertices, and the centre and the radius of the
-      region. If it sends no centre, the region is the whole simplex.
-    - The trainer returns the trained vertices in its payload.
+      region. Without a centre, the region is the whole simplex.
+    - The trainer returns the trained vertices in its payload (the update of the client).
     - The client's own model is the model at the centre, `Simplex(space, n)(vertices, centre)`.
 
     Args:

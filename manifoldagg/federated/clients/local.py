@@ -165,8 +165,9 @@ class Gradient(BaseTrainer):
     It returns the model $\Theta^t - g$, and the number of samples of this batch. If the number of batches is known, the
     trainer draws the batch uniformly at random. Otherwise, it uses the first batch.
 
-    Rounding the returned model changes the gradient by at most $\frac\varepsilon2 \|\Theta^t\|$, where $\varepsilon$ is
-    the machine precision. A step with the exact gradient would have the same rounding error.
+    The server obtains $g$ as $\Theta^t$ minus the returned model. The rounding of this model changes $g$ by at most
+    $\frac\varepsilon2 \|\Theta^t\|$, where $\varepsilon$ is the machine precision. A step with the exact gradient would
+    round the new model by as much.
 
     Args:
         sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for a sharpness-aware gradient.

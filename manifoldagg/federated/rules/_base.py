@@ -77,9 +77,9 @@ class ServerRule(KeywordHints, abc.ABC):
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         """Prepare a step, and return the next state of the rule and the outcome (the new model and the metrics).
 
-        The method does not compute the new model or the new sums in the state. It returns them as linear combinations,
-        which the caller computes after all checks have passed. A rejected update therefore does not write to any
-        tensor.
+        The new model and the new vectors of the state, such as a momentum, are linear combinations that are not
+        computed yet. The caller computes them after all checks have passed. A rejected update therefore does not write
+        to any tensor.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither `plan` nor `step`")
 
@@ -139,10 +139,10 @@ class TangentRule(ServerRule):
 
 
 def commit(planned: tuple[State, Outcome], out: Tensor | None = None) -> tuple[State, Outcome]:
-    """Compute the new model and the next state of a step that the method `plan` has prepared.
+    """Complete a step that the method `plan` of a rule has prepared.
 
-    The prepared step contains linear combinations that are not computed yet. If `out` is given, the function writes the
-    new model to it.
+    The function computes the new model and the vectors in the next state of the rule, which `plan` returns as linear
+    combinations. If `out` is given, the function writes the new model to it.
     """
     state, outcome = planned
     state, outcome, numbers = measure(state, outcome, dict(outcome.numbers), compute=out is None)

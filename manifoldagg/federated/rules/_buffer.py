@@ -143,9 +143,9 @@ class BufferedRule(TangentRule):
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
         """Return the contribution of the buffered updates to the next step.
 
-        The server checks that the model remains finite after adding this contribution. The result is
-        `[[(factor, vector)]]`, which stands for `factor * vector`. It is empty if the buffer is empty, or if a subclass
-        overrides `apply_step`.
+        The result `[[(factor, vector)]]` stands for one vector, `factor * vector`. The server checks that the model
+        remains finite after adding it. The result is empty if the buffer is empty, or if a subclass computes a
+        different step with its own `apply_step`.
         """
         if "buffer" not in state or type(self).apply_step is not BufferedRule.apply_step:
             return []

@@ -32,14 +32,15 @@ def _corrects_alone(kind: type["CorrectionRule"]) -> bool:
 
 
 class CorrectionRule(GramRule):
-    """Base class for rules that correct the displacements of an update and then step along the resulting curve.
+    """Base class for rules that correct the displacements of an update for the drift of the server model.
 
-    The correction replaces each displacement by a linear combination. Its vectors are the displacements, the drift (the
-    change of the server model since the client started) and, for some corrections, further vectors. If the combination
-    cancels nearly all of a displacement, inner products do not determine the norm of the result accurately. The rule
-    then computes this norm in a second pass over the parameters.
+    The drift is the change of the server model since the client started. The rule replaces each displacement by a
+    linear combination of the displacements, the drift and, for some corrections, further vectors. It then moves the
+    server model along the curve that the results define. If the correction has a state, the rule stores it as the entry
+    `correction` of its own state.
 
-    The entry `correction` of the rule's state contains the state of the correction.
+    If a combination cancels nearly all of a displacement, inner products do not determine its norm accurately. The rule
+    then computes the norm in a second pass over the parameters.
     """
 
     @property
@@ -110,10 +111,10 @@ class ScheduledRule(CorrectionRule):
 
     @cached_property
     def fixed_coefficients(self) -> tuple[float, ...] | None:  # type: ignore[override]  # of the correction
-        """The coefficients of the correction if they are the same for all updates, and `None` otherwise.
+        """The coefficients of the correction, or `None` if a step must compute inner products first.
 
-        With fixed coefficients, a step does not need inner products of the displacement and the drift. The staleness
-        penalty needs them. The result is therefore `None` if `decay`, the strength of the penalty, is positive.
+        A step needs the inner products of the displacement and the drift if the coefficients depend on them. It also
+        needs them for the staleness penalty, if `decay`, the strength of the penalty, is positive.
         """
         return None if self.decay else super().fixed_coefficients
 

@@ -118,16 +118,16 @@ class GramRule(TangentRule):
     def step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
         r"""Return the step size $\rho$, the factor by which the rule scales the corrected displacement.
 
-        By default, this is the result of the method `rate`. A subclass can also multiply it by the staleness penalty of
-        this update, which the function `penalty` computes from the strength of the penalty.
+        By default, this is the result of the method `rate`. A subclass can multiply it by `penalty(strength)`, the
+        staleness penalty of this update for a given strength.
         """
         return self.rate(state, update)
 
     def correct(self, frame: Frame, state: State) -> Corrected:
         """Return the corrected displacements of an update.
 
-        Each corrected displacement is a linear combination of the vectors in the frame. The method `coefficients`
-        returns its coefficients.
+        Each corrected displacement is a linear combination of the displacements and the drift (the change of the server
+        model since the client started). The method `coefficients` returns its coefficients.
 
         Raises:
             RuleError: if `coefficients` does not return a tuple of coefficients, one for each row, and a dict.
@@ -154,8 +154,8 @@ class GramRule(TangentRule):
     def step_curve(self, state: State) -> StepCurve:
         """Return the curve along which a step moves the server model.
 
-        The control points of the curve are the corrected displacements of the update. By default, it is a Bézier curve
-        with the option `overshoot` of the rule.
+        By default, this is a Bézier curve with the corrected displacements of the update as control points. The option
+        `overshoot` of the rule determines whether step sizes above 1 lead beyond the end of the curve.
         """
         return StepCurve(self.overshoot)
 

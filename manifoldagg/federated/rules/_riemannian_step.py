@@ -71,9 +71,9 @@ def parameter_at_distance_on(curve: CurveEmbedding, phi: Tensor, rho: float) -> 
     The result is the smallest $s \in [0, 1]$ with $d(\varphi_0, \iota_\varphi(s)) = \rho\, d(\varphi_0, \varphi_n)$,
     where $\iota_\varphi$ is the curve from $\varphi_0$ to $\varphi_n$.
 
-    The function evaluates the distance at the ends of 64 equal intervals. In the first interval that ends at this
-    distance or beyond, it refines the grid until linear interpolation is exact up to rounding. If the curve reaches the
-    distance and falls below it again within one interval, the function misses this crossing.
+    The function evaluates the distance at the ends of 64 equal intervals, and selects the first interval at whose end
+    the curve has reached the distance. It subdivides this interval until linear interpolation is exact up to rounding.
+    If the curve reaches the distance and falls below it again within one interval, the function misses this crossing.
 
     Args:
         curve: a curve on any space.
@@ -100,10 +100,7 @@ def parameter_at_distance_on(curve: CurveEmbedding, phi: Tensor, rho: float) -> 
         return 0.0
 
     def section(low: float, high: float, gap: float, parts: int) -> tuple[float, float, float, float] | None:
-        """Find the first section in which the curve gets at least `goal` away from its start.
-
-        The function divides the parameter interval [low, high] into `parts` equal sections. It checks the distance at
-        the end of each section.
+        """Find the first of `parts` equal sections of [low, high] that ends at least `goal` away from the start.
 
         Returns:
             The two ends of the section, and `goal` minus the distance at each end. `None` if there is no such section.

@@ -1,9 +1,9 @@
 r"""Curves along which server steps move the model.
 
-An update with n points has n displacements $u_1, \dots, u_n$ from the current server model, after the correction for
-the drift. Together with $u_0 = 0$, they are the control points of a Bézier curve or the vertices of a polygon. The
-module converts the size of a step to a position on this curve. On flat spaces, this conversion needs only the inner
-products of the displacements.
+The curve of an update starts at the current server model. Its other points are the current model plus the displacements
+$u_1, \dots, u_n$ that the client has returned, after the correction for the drift of the server model. They define a
+Bézier curve or a polygonal path. The module computes the position on the curve for a given step size. On flat spaces,
+it needs only the inner products of the displacements.
 """
 
 import math
@@ -40,7 +40,7 @@ class StepCurve:
 
     The curve starts at the current server model. Relative to this model, its other points are the displacements of an
     update, after the correction for the drift of the server model. The options determine the shape of the curve, and
-    which position on it belongs to the step size $\rho$ of a rule.
+    the point that a step with the size $\rho$ reaches.
 
     Args:
         overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1, and `"extend"` follows the curve beyond
@@ -111,20 +111,19 @@ class StepCurve:
         return s, weights, math.sqrt(max(reduce(add, map(mul, images, weights)), 0.0))
 
     def position_on_line(self, rho: float) -> float:
-        r"""Return the parameter of the position for the step size $\rho$ on a straight line.
+        r"""Return the position that a step with the size $\rho$ reaches on a straight line from 0 to 1.
 
         The result is $\min(\rho, 1)$ if `overshoot` is `"clamp"`, and $\rho$ otherwise.
         """
         return min(rho, 1.0) if self.overshoot == "clamp" else rho
 
     def effective_rate(self, rho: float, drift_products: Sequence[float]) -> float:
-        """Return the step size after the options `overshoot` and `pull_back` have limited it.
+        """Return the step size after applying the options `overshoot` and `pull_back`.
 
-        - If `overshoot` is `"clamp"`, the step size is at most 1.
-        - If `pull_back` is `"conflict_free_prefix"`, the step size is then multiplied by the result of
-          `conflict_free_fraction`.
-
-        The argument `drift_products` contains the inner products of the client's original displacements with the drift.
+        - `overshoot="clamp"` limits the step size to 1.
+        - `pull_back="conflict_free_prefix"` also multiplies it by the fraction of the curve before the first conflict
+          with the drift of the server model. The method `conflict_free_fraction` computes this fraction from
+          `drift_products`, the inner products of the client's original displacements with the drift.
         """
         return self.position_on_line(rho) * self.conflict_free_fraction(drift_products)
 
@@ -144,12 +143,12 @@ class StepCurve:
     def conflict_free_fraction(self, drift_products: Sequence[float]) -> float:
         """Return the fraction of the curve before its first conflict with the drift of the server model.
 
-        A curve with n points has n segments. Let $v_k$ be the displacement of the client's k-th point before the
-        correction for the drift, and $v_0 = 0$. Segment k conflicts if the inner product of $v_k - v_{k-1}$ and the
-        drift is negative. The fraction always includes the first segment, so that every client contributes to the
-        model. With `curve_weight` below 1, the points are first moved as in `straighten`.
+        The n displacements $v_k$ that a client returns define n segments, from $v_{k-1}$ to $v_k$ with $v_0 = 0$. A
+        segment conflicts if the inner product of $v_k - v_{k-1}$ and the drift is negative. The fraction always
+        includes the first segment, so that every client contributes to the model.
 
-        If the option `pull_back` is not `"conflict_free_prefix"`, the result is 1.
+        - If `curve_weight` is below 1, the displacements are first moved towards a straight line, as in `straighten`.
+        - If the option `pull_back` is not `"conflict_free_prefix"`, the result is 1.
         """
         if self.pull_back != "conflict_free_prefix":
             return 1.0
@@ -163,8 +162,8 @@ class StepCurve:
         r"""Move the points of the curve towards the straight line from its start to its end.
 
         For the points $u_1, \dots, u_n$ and the weight $\kappa$ (`curve_weight`), the new points are
-        $\kappa u_i + (1 - \kappa) \tfrac{i}{n} u_n$. If $\kappa = 0$, the result contains only $u_n$. All points are
-        tangent vectors, with the shape (n, ...).
+        $\kappa u_i + (1 - \kappa) \tfrac{i}{n} u_n$. All points are tangent vectors, with the shape (n, ...). If
+        $\kappa = 0$, the curve is the straight line. The result then contains only its end $u_n$, as (1, ...).
         """
         if self.curve_weight == 0:
             return tangents[-1:]
@@ -294,12 +293,8 @@ def _polygon_parameter_at_length(inner: InnerProducts, rho: float) -> float:
 
 
 def _unit_difference_gram(inner: InnerProducts) -> Tensor:
-    """Return the scaled Gram matrix of the differences between consecutive points of a curve.
-
-    The function divides all inner products by the largest squared norm of a point. The differences then neither
-    overflow nor underflow.
-    """
+    """Return the Gram matrix of the differences between consecutive points, up to a positive factor."""
     scale = max(check_number(f"displacements[{i}]: squared norm", row[i]) for i, row in enumerate(inner))
-    # Relative values neither underflow nor overflow when they are subtracted.
+    # Inner products relative to the largest squared norm neither underflow nor overflow when they are subtracted.
     table = np.pad(np.array(inner, dtype=float) / (scale if scale > 0 else 1.0), ((1, 0), (1, 0)))
     return torch.from_numpy(np.diff(np.diff(table, axis=0), axis=1))

@@ -1,4 +1,4 @@
-"""Base classes for buffered rules that store each displacement separately, such as Byzantine-robust rules."""
+"""Base classes for buffered rules that store each client's update separately, such as Byzantine-robust rules."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -70,10 +70,10 @@ class StoredBufferRule(TangentRule):
         """
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the scaled displacement of each buffered update, which is the most that it can add to the next step.
+        """Return the scaled displacement of each buffered update, as a list of `[(factor, vector)]`.
 
-        The server checks that the model remains finite after adding any one of them. The result contains
-        `[(factor, vector)]` for each update, which stands for `factor * vector`.
+        The displacement `factor * vector` is the most that its update can add to the next step. The server checks, for
+        each update separately, that the model remains finite after adding it.
         """
         rate = rate_at(self.rate, state["version"])
         return [[(rate * state["factors"][name], row)] for name, row in state["displacements"].items()]
@@ -129,8 +129,8 @@ class CoordinateWiseRule(StoredBufferRule):
     """Base class for rules that compute a trimmed mean of the buffered displacements for each coordinate.
 
     For each coordinate, the rule sorts the values of the K displacements, discards the `num_trimmed` smallest and the
-    `num_trimmed` largest values, and averages the others. It processes the displacements in chunks, so its working
-    memory is only K + 1 chunks.
+    `num_trimmed` largest values, and averages the others. On a CPU, it processes a range of coordinates at a time, so
+    its working memory does not grow with the model. On a GPU, it needs memory for more than K additional models.
     """
 
     self_checked: ClassVar[tuple[str, ...]] = ("points",)

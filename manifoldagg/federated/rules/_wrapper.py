@@ -11,7 +11,7 @@ class WrapperRule(KeywordHints):
 
     A wrapper inherits three properties from the wrapped rule:
 
-    - The number of updates for one step.
+    - The cohort, which is the number of updates that a synchronous rule needs for one step.
     - Whether the rule uses the drift of the server model since the client started.
     - Whether the rule accepts models as lists of tensors.
     """

@@ -267,10 +267,8 @@ def _clipped(progress: float, mean: float) -> float:
 
 
 def _auto_curve_weight(state: State) -> float:
-    """Return the weight of the client's curve for `curve_weight="auto"`.
-
-    The weight is 1 minus the mean cosine between a client's displacement and the drift of the server model, clipped to
-    [0, 1]. The mean is over earlier updates. Before the first drift, the weight is 0.
-    """
+    """Return the weight of a client's curve relative to its chord for `curve_weight="auto"`."""
+    # The weight is 1 minus the mean cosine between displacements and drifts in earlier updates. Before the first drift,
+    # the mean is undefined, and the weight is 0.
     lengths = state.get("lengths", 0.0)
     return min(max(1 - state["product"] / lengths, 0.0), 1.0) if lengths > 0 else 0.0

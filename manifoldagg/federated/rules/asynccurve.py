@@ -1,7 +1,7 @@
 """AsyncCurve: a server step along a quadratic Bézier curve that a client has trained.
 
-The rule corrects the end of the curve for the drift of the server model. By default, the middle control point then
-rotates together with the line from the start to the end.
+The rule corrects the end of the curve for the drift of the server model. By default, the correction also rotates the
+middle control point, by the same rotation as the line from the start to the end.
 """
 
 from dataclasses import dataclass, field, replace
@@ -230,10 +230,10 @@ def _move_control(mode: str, control: Tensor, base: Tensor, theirs: Tensor, curr
 
 
 def _step_coefficients(corrected: Corrected, s: float, mode: str) -> tuple[Matrix | None, float | None]:
-    """Return the new model as coefficients of a linear combination, and the norm of the step.
+    """Return the step as coefficients of a linear combination of k + 1 vectors, and the norm of the step.
 
-    The combination has k + 1 vectors: the k vectors of `corrected.frame`, and the difference between the control point
-    and the client's start model.
+    The first k vectors are those of `corrected.frame`, such as the client's displacement and the drift of the server
+    model. The last vector is the client's control point minus its start model.
 
     Returns:
         The coefficients (k + 1,), or (S, k + 1) for S named tensors, and the norm. If cancellation makes one of the two

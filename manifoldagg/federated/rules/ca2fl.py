@@ -112,7 +112,7 @@ class CA2FL(LatestUpdateRule):
                 )
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the step that results if each further update equals the previous update of its client.
+        """Return the next step, if all updates that the buffer still needs repeat the last updates of their clients.
 
         The server checks that the model remains finite after this step.
         """

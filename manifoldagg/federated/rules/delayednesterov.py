@@ -80,10 +80,10 @@ class DelayedNesterov(ServerRule):
         return super().init(space, start) | {"count": 0}
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the vector by which the model still moves if all future displacements are zero.
+        """Return the total change of the model that follows if all future updates are zero.
 
-        This movement comes from the momentum, and from the buffered displacements that the momentum does not include
-        yet. The server checks that the model remains finite after it.
+        The change comes from the momentum, and from the buffered updates that the momentum does not include yet. The
+        server checks that the model remains finite after this change.
         """
         rate = rate_at(self.rate, state["version"])
         later = rate * self.beta / (1 - self.beta)

@@ -19,12 +19,12 @@ class Dominance:
     number of clients, and $p_i$ is the fraction of all updates that come from client i. If all clients return equally
     many updates, $N p_i = 1$. The penalty also increases the learning rate of clients that return fewer updates.
 
-    Let $c_i$ be the number of updates of client i, and $k$ the number of updates of all clients, both including the
-    current update. The option `smoothed` selects the formula for $p_i$. The client state stores $c_i$.
+    The client state stores the number of updates of the client.
 
     Args:
         clients: the number N of clients.
-        smoothed: whether $p_i = (c_i + 1) / (k + N)$. Otherwise, $p_i = c_i / k$.
+        smoothed: whether $p_i = (c_i + 1) / (k + N)$. Otherwise, $p_i = c_i / k$. Here, $c_i$ is the number of updates
+            of client i, and $k$ is that of all clients. Both include the current update.
 
     Raises:
         ArgumentError: if `clients` is not a positive integer.
@@ -48,8 +48,8 @@ class Dominance:
     def scaled_rate(self, rate: float, client_updates: int, total_updates: int) -> float:
         r"""Return the learning rate for an update of a client, $\min(1, \eta / (N p_i))$.
 
-        Here, $\eta$ is `rate` and N is the number of clients. The fraction $p_i$ of all updates that come from this
-        client follows from the counts `client_updates` and `total_updates`.
+        Here, $\eta$ is `rate`, N is the number of clients, and $p_i$ is the fraction of all updates that come from this
+        client. The method computes $p_i$ from `client_updates` and `total_updates`.
         """
         part = (
             (client_updates + 1) / (total_updates + self.clients) if self.smoothed else client_updates / total_updates

@@ -162,11 +162,12 @@ class FLOCO(ServerRule):
         return after, Outcome(model, memory, numbers | {"buffered": 0.0, "step": 1.0, "norm": norm})
 
     def _project_client(self, state: State, update: Update) -> tuple[list[Tensor], ClientState]:
-        """Process the mean of a client's trained vertices, from which the client's region of the simplex is computed.
+        """Compute the centre of a client's training region in the simplex of models, or collect data for it.
 
-        - At the version `personalize_from`, the method collects the displacement of this mean from the server's model.
+        - At the version `personalize_from`, the method collects the displacement from the server's model to the mean of
+          the client's trained vertices.
         - At a later version, it projects the displacement onto the simplex, unless the client already has a centre. The
-          client state stores the result as the centre of the client's region.
+          client state stores the result as the centre of the region.
 
         Returns:
             The displacements that are collected so far, and the next state of the client.
@@ -241,9 +242,9 @@ def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tens
 def min_energy_scale(coordinates: Float64[Tensor, "m n"]) -> float:
     r"""Choose the scale that spreads projected points as far apart as possible on the simplex.
 
-    For a scale $z$, let $y_i$ be the projections of the points `coordinates` / $z$ onto the simplex. The function
-    returns the scale with the lowest Riesz energy $\sum_{i < j} \|y_i - y_j\|^{-2}$, which is high if points are close
-    together. It compares `NUM_SCALES` equidistant scales up to the largest norm of the coordinates.
+    For a scale $z$, let $y_i$ be the projection of the i-th row of `coordinates` / $z$ onto the simplex. The function
+    returns the scale with the lowest Riesz energy $\sum_{i < j} \|y_i - y_j\|^{-2}$. Close points have a high energy.
+    The candidates are `NUM_SCALES` equidistant scales, up to the largest norm of a row of `coordinates`.
 
     If all points are equal, the result is the smallest of these scales. If all coordinates are 0, the result is 1.
     """

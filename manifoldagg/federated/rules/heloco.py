@@ -98,9 +98,9 @@ class HeLoCo(ServerRule):
             check_number(name, getattr(self, name), at_least=0)
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the vector by which the model still moves if all future displacements are zero.
+        """Return the total change of the model that follows if all future updates are zero.
 
-        This movement comes from the momentum. The server checks that the model remains finite after it.
+        The change comes from the momentum. The server checks that the model remains finite after this change.
         """
         if "momentum" not in state:
             return []

@@ -90,15 +90,15 @@ class ControlVariateRule(ServerRule):
     ) -> tuple[Tensor, dict[str, float]]:
         """Return the new model and the metrics of a step along the momentum `g`.
 
-        The rule calls this method when the buffer is full. It may also call it earlier, to check that the step for the
-        updates so far would be finite. It then discards the result.
+        The rule calls this method to compute the step of a full buffer. It may also call the method earlier and discard
+        the result, to check that a step with the updates so far would be finite.
         """
 
     @abc.abstractmethod
     def entry_change_bound(self, state: State, pending: Mapping[str, Any], g_norm: float) -> float:
-        """Return an upper bound for the change of any model entry in a step with the buffered updates.
+        """Return an upper bound for the absolute change of every model entry in the next step.
 
-        The argument `g_norm` is an upper bound for the norm of the next momentum $g$.
+        The argument `pending` contains the buffered updates. The norm of the next momentum $g$ is at most `g_norm`.
         """
 
     def accumulate(self, pending: dict[str, Any], update: Update) -> dict[str, Any]:
@@ -189,13 +189,10 @@ class ControlVariateRule(ServerRule):
     def _next_momentum_and_mean(
         self, state: State, rows: list[Tensor], minus: list[Tensor | None], num_clients: int, check: bool = True
     ) -> tuple[Tensor, Tensor]:
-        r"""Return the momentum $g$ and the mean control variate $c$ after a step.
-
-        Let D be the change of the control variates: the sum of `rows` minus the sum of `minus`, where `None` stands for
-        zero. With the momentum coefficient $\beta$ and the buffer size S, $g$ becomes
-        $\beta (D / S + c) + (1 - \beta)\, g$. The mean $c$ over $N$ clients becomes $(N c + D) / N'$, where $N'$ is the
-        new number of clients, `num_clients`.
-        """
+        """Return the momentum and the mean control variate of all clients after a step."""
+        # The sum of the control variates changes by D, the sum of `rows` minus the sum of `minus` (`None` is zero).
+        # With the buffer size S, the momentum g becomes beta * (D / S + c) + (1 - beta) * g. If the number of clients
+        # grows from N to N', the mean c becomes (N c + D) / N'.
         beta = self.momentum
         count = len(rows)
         shares = [beta / self.size] * count + [beta, 1 - beta]

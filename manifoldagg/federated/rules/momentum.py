@@ -102,10 +102,10 @@ class Momentum(WrapperRule):
         return bool(getattr(self.rule, "is_private", False))
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the vector by which the model still moves if all future displacements are zero.
+        """Return the total change of the model that follows if all future updates are zero.
 
-        This movement comes from the velocity, and from displacements that the wrapped rule has stored for its next
-        step. The server checks that the model remains finite after it.
+        The change comes from the velocity, and from the updates that the wrapped rule has stored for its next step. The
+        server checks that the model remains finite after this change.
         """
         inner = getattr(self.rule, "carried_displacements", None)
         terms = [] if inner is None else inner(state["rule"])
@@ -117,7 +117,7 @@ class Momentum(WrapperRule):
 
     @property
     def self_checked(self) -> tuple[str, ...]:
-        """The names of the inputs that the wrapped rule checks for NaN and infinity in place of the server.
+        """The names of the inputs that the server does not check for NaN and infinity, because the wrapped rule does.
 
         The tuple is empty unless the wrapped rule is differentially private. If the server checked the inputs of a
         private rule, the rejection of an update would reveal private data.
@@ -238,9 +238,9 @@ class Momentum(WrapperRule):
 def check_log(space: Manifold, x: Tensor, log: Tensor, step_norm: float, tolerance: float) -> None:
     """Check that a step on a curved space follows the shortest path between the models before and after it.
 
-    The wrapper computes its velocity from the logarithm of the step, which is the initial tangent vector of the
-    shortest path. A step that is longer than the injectivity radius may follow another path. The logarithm is then
-    shorter than the step, and the velocity would be wrong.
+    `Momentum` computes its velocity from the logarithm of the step, which is the initial tangent vector of the shortest
+    path. A step that is longer than the injectivity radius may follow another path. The logarithm is then shorter than
+    the step, and the velocity would be wrong.
 
     Raises:
         ArgumentError: if the logarithm is not finite, or if the step is longer than the injectivity radius and the

@@ -149,7 +149,8 @@ class Private(WrapperRule):
     ) -> tuple[State, Outcome]:
         """Prepare a step of the wrapped rule with clipped displacements and added noise.
 
-        Wrapped rules such as `FedAdam` compute the new model immediately, and may write it to `out`.
+        For most wrapped rules, the caller computes the new model later, after its checks. Rules such as `FedAdam`
+        compute it immediately, and may write it to `out`.
         """
         if update.is_pseudo_gradient:
             raise ArgumentError("rule: Private requires client identities, which an outer optimizer does not have")

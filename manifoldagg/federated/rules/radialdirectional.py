@@ -67,15 +67,16 @@ class RadialDirectional(FedAvg):
     not_private_because: ClassVar[str] = "it divides each tensor of an update by its length"
 
     def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return an upper bound of the next step, if all later updates of the cohort are zero.
+        """Return a bound for the next step, if all later updates of the cohort are zero.
 
-        The server checks that the model remains finite after this step. An entry of a unit vector is at most 1, so each
-        entry of the bound is the product of the learning rate and the largest mean norm of a tensor. Its sign is that
-        of the sum of the directions in the buffer.
+        Each entry of the bound has the same sign as the entry of the step, and at least its absolute value. The server
+        checks that the model remains finite after adding the bound.
         """
         total = state["total"]
         if "buffer" not in state or not total > 0:
             return []
+        # A step moves each tensor along a unit vector, whose entries are at most 1, by the learning rate times the mean
+        # norm of the updates in this tensor. The bound uses the largest mean norm of all tensors.
         return [[(self.step_size(state) * max(state["lengths"], default=0.0) / total, state["buffer"].sign())]]
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:

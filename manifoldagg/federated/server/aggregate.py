@@ -67,7 +67,7 @@ INFO_KEYWORDS = {
 
 @dataclass(frozen=True)
 class AggregateState:
-    """State for the next call of `aggregate`, if this call needs more than the state of the aggregation rule.
+    """State for the next call to `aggregate`, if this call needs more than the state of the aggregation rule.
 
     `aggregate` returns this object in two cases:
 
@@ -229,7 +229,7 @@ def check_rule_needs_models_only(rule: Rule, usage: str = USAGE) -> Rule:
 
 
 class _Inputs(NamedTuple):
-    """Validated arguments of one call of `aggregate`.
+    """Validated arguments of one call to `aggregate`.
 
     Attributes:
         plan: the aggregation rule and its options, in the format of the function `step`.

@@ -39,7 +39,7 @@ class AggregatorState(NamedTuple):
 
     Attributes:
         version: the version of the current model.
-        state: the state that the last call of `aggregate` returned.
+        state: the state that the last call to `aggregate` returned.
         weights: the participating clients and their weights.
         store: the current model, and each older version from which a task in flight started.
         tasks: the tasks in flight. The key is the pair of the client and the name of the task. The value contains the

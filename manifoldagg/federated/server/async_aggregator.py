@@ -1,4 +1,4 @@
-"""The class `AsyncAggregator`, which stores models and tasks between calls of the function `aggregate`."""
+"""The class `AsyncAggregator`, which stores models and tasks between calls to the function `aggregate`."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -204,7 +204,7 @@ class AsyncAggregator:
             StabilityWarning: if the step exceeds the stability limit for the number of tasks in flight. The aggregator
                 warns only once.
 
-        Cost: the cost of one call of `aggregate`.
+        Cost: the cost of one call to `aggregate`.
         """
         place = (check_client(client), check_client(task, "task"))
         samples = check_samples(samples, DEFAULT_LIMITS.max_samples)
@@ -302,7 +302,8 @@ class AsyncAggregator:
     def state(self) -> dict[str, Any]:
         """Return a copy of the complete state of the aggregator, as nested containers of tensors and plain values.
 
-        To restore the state, pass it to `load`. To store it in a file, call `save`, or pass it to `torch.save`.
+        Pass the result to `load` to restore this state. You can store the result yourself, for example with
+        `torch.save`. The method `save` writes the state directly to a file.
 
         Raises:
             CheckpointError: if the rule contains a function without an importable name, such as a lambda.

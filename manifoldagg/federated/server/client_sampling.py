@@ -267,14 +267,13 @@ class CohortSampler(ClientSampler):
 class RuleSampler(ClientSampler):
     """Sampler for aggregation rules that select clients themselves, in a method `draw`.
 
-    At the start, `concurrency` random clients receive one task each. Later, the clients that `draw` returns receive one
-    task each. The sampler calls `draw` in two cases:
+    At the start, `concurrency` random clients receive one task each. Later, each client that `draw` returns receives
+    one task, even if it is still training. The sampler calls `draw` in two cases:
 
-    - The server has accepted another `cohort` updates.
+    - The server has accepted `cohort` more updates.
     - No task is in flight.
 
-    The rule may select a client that is still training. If fewer than `cohort` clients are available, the sampler does
-    not call `draw`, and all available clients receive a task.
+    If fewer than `cohort` clients can receive tasks, each of them receives one, and the sampler does not call `draw`.
 
     Args:
         draw: the method `draw` of the rule. It receives the available clients and the generator, and returns the

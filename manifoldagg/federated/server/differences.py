@@ -17,10 +17,12 @@ signed and unsigned integers have the same bits."""
 
 
 def check_flat(space: ParameterSpace) -> None:
-    """Check that all parameters of a space are flat, so that a difference can be added to a model.
+    """Check that a space supports updates that are differences of models.
+
+    On a curved manifold, the sum of a model and a difference would leave the manifold.
 
     Raises:
-        ArgumentError: if a leaf is curved.
+        ArgumentError: if a parameter has a curved manifold.
     """
     for name, curved in space.manifolds:
         if not curved.flat:
@@ -47,15 +49,12 @@ def apply_difference(
 
 
 def _add(start: Tensor, difference: Tensor) -> Tensor:
-    """Add a difference to a tensor of the start model, and round the sum once to the dtype of this tensor.
-
-    A boolean tensor has no difference. In this case, `difference` contains the client's values, and the function
-    returns them unchanged.
-    """
+    """Add a client's difference to a tensor of the start model, in the dtype of this tensor."""
     step = difference.to(start.device)
-    if start.dtype is torch.bool:
+    if start.dtype is torch.bool:  # Booleans have no difference, so `difference` contains the client's values.
         return step
     signed = SIGNED_DTYPES.get(start.dtype)
     if signed is not None:
         return (start.view(signed) + step.view(signed)).view(start.dtype)
+    # The sum has the wider of the two dtypes, so it is rounded only once to the dtype of `start`.
     return (upcast_8bit(start) + upcast_8bit(step)).to(start.dtype)

@@ -1,7 +1,7 @@
-"""Dispatch of training tasks to clients, which is also possible while the server applies an update.
+"""Dispatch of training tasks to clients.
 
-Each task starts with a ticket. The ticket contains a message with the current model, and permits the client to return
-one update.
+Each task has a ticket, which contains a message with the current model and permits the client to return one update. The
+server can issue tickets while it applies an update.
 """
 
 import os
@@ -77,9 +77,9 @@ class TicketIssuer:
         return issued
 
     def round_base(self, current: Tensor) -> Tensor | None:
-        """Round a model to the dtype in which the server stores the start models of clients.
+        """Round a model to `base_dtype`, the narrower dtype of the models from which clients start.
 
-        Return `None` if the server has no such dtype, or if a value overflows in this dtype.
+        Return `None` if `base_dtype` is not set, or if a value overflows in this dtype.
         """
         if self._base_dtype is None:
             return None

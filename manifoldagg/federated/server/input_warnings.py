@@ -140,9 +140,9 @@ def warn_if_adapter_factors(name: str, model: Iterable[str], hint: str) -> None:
 def warn_if_integers_change(
     name: str, space: ParameterSpace, update: Mapping[str, Tensor], current: Mapping[str, Tensor]
 ) -> None:
-    """Warn if a client has changed an integer buffer without an aggregation policy. The server ignores the change.
+    """Warn if a client has changed an integer buffer for which no aggregation policy was set.
 
-    Buffers with a single integer, which are counters, cause no warning.
+    The server ignores such a change. Counters, such as the number of batches, cause no warning.
     """
     named = dict(space.buffer_policies)
     for entry in space.layout.buffers:

@@ -42,14 +42,14 @@ class OwnedLock:
 
 
 class PendingUpdate:
-    """Update that a call of `Server.receive` is processing.
+    """Update that is being processed in a call to `Server.receive`.
 
     Attributes:
         ticket: the id of the ticket.
         thread: the id of the calling thread.
         position: the position in the queue of updates. `None` until the update is enqueued.
-        alive_lock: a lock that the call holds until it returns or raises an exception. Other threads test this lock to
-            find out whether the call is still running.
+        alive_lock: a lock that the calling thread owns until the call has returned or raised an exception. Other
+            threads test this lock to find out whether the call is still running.
     """
 
     __slots__ = ("alive_lock", "position", "thread", "ticket")
@@ -114,8 +114,8 @@ class UpdateLock(OwnedLock):
     def check_process(self) -> None:
         """Check that this process has created the server.
 
-        A forked process contains only a copy of the server. This copy is read-only, because no client communicates with
-        it.
+        A forked process contains only a copy of the server. This copy is read-only, because an update of the copy would
+        never reach the original server.
 
         Raises:
             ArgumentError: if this process is a fork of the server's process.

@@ -46,9 +46,9 @@ class InitialModel(KeywordHints):
 
 @dataclass(frozen=True)
 class ServerLimits(KeywordHints):
-    """Limits on the updates, the tickets in flight, the queued updates and the stored records of a server.
+    """Limits of a server: the requirements for each update, and the largest numbers of tickets and stored records.
 
-    A limit that is `None` is disabled.
+    A ticket permits a client to return one update. A limit that is `None` is disabled.
 
     Args:
         update: the limits that each update must satisfy.
@@ -139,7 +139,7 @@ class MemoryPolicy(KeywordHints):
             raise ArgumentError(f"base_dtype: expected a torch.dtype, got {short_repr(self.base_dtype)}")
 
     def tree(self) -> dict[str, Any]:
-        """Return the policy as plain values, from which `of_tree` restores it.
+        """Return the memory policy as a dictionary for a checkpoint. The method `of_tree` restores the policy from it.
 
         The folder of the temporary files is omitted, because it depends on the machine.
         """

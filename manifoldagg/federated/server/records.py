@@ -36,8 +36,8 @@ class PendingTicket(NamedTuple):
     Attributes:
         client: the client that the ticket was issued to.
         version: the version of the server's model when the ticket was issued.
-        base_key: the key under which the server stores the model of this version, or its rounded copy. `None` if the
-            server does not store it.
+        base_key: the key under which the server stores the model of this version, possibly in a narrower dtype. `None`
+            if the server does not store it.
         issued_at: the time at which the ticket was issued, in seconds of the server's clock.
         custom_start: whether the rule has chosen a different start model for the client.
     """
@@ -96,8 +96,8 @@ class LogRecord(NamedTuple):
 
     Attributes:
         kind: the kind of the change, such as `"dispatched"`.
-        content: the inputs of the change.
-        payload: the bytes of the client's payload. Only accepted updates have a payload.
+        content: the data from which a server can repeat the change, such as the id of a ticket.
+        payload: the client's update as bytes. It is empty unless the change is an accepted update.
     """
 
     kind: str
@@ -151,8 +151,8 @@ def make_receipt(applied: AppliedUpdate) -> Receipt:
 def history_row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> HistoryRow:
     """Return a row of the server's history as a dictionary of plain Python values.
 
-    Both the receipt and the metrics of the rule contain a value `buffered`. The column `buffered` contains the value of
-    the receipt, which is a boolean. The column `waiting` contains the metric, which is the number of buffered updates.
+    In the receipt, `buffered` is a boolean, and the row contains it as `buffered`. In the metrics of the rule,
+    `buffered` is the number of buffered updates, and the row contains it as `waiting`.
 
     Example:
         >>> history_row("ward-7", 10, Receipt(True, "", 1, step=0.5), {"rate": 0.25, "buffered": 2.0})["waiting"]

@@ -501,10 +501,10 @@ class Server:
 
     @no_grad
     def dispatch_shared(self, client: Hashable) -> tuple[Ticket, StoredTree | None]:
-        """Start a task of a client like `dispatch`, but without copying the current model.
+        """Start a task of a client without copying the current model.
 
-        The ticket contains a message that shares memory with the server. Use this method only if you convert the
-        message to bytes immediately.
+        The method works like `dispatch`, but the ticket contains a message that shares memory with the server. Use it
+        only if you convert the message to bytes immediately.
 
         Returns:
             The ticket and the stored base. The message of the ticket shares memory with the server, so you must not
@@ -594,7 +594,7 @@ class Server:
     ) -> Receipt:
         """Validate and apply an update that a client returns as the state dict of its module.
 
-        The method works like `receive`, but it accepts models in the format of PyTorch. It is also idempotent and
+        The method works like `receive`, except for the format of the model. In particular, it is idempotent, and it
         raises the same exceptions.
 
         Args:
@@ -794,11 +794,11 @@ class Server:
     def save(self, path: str | Path | None = None) -> None:
         """Write a checkpoint with the complete state of the server, including the average over the model versions.
 
-        The method replaces an existing file atomically. It waits for a running update. The server can apply further
-        updates while `save` writes the file.
+        The method first waits for a running update. While it writes the file, the server can apply further updates. An
+        existing file is replaced atomically.
 
-        If the server has a journal, `save` deletes the journal records that the checkpoint replaces. A server with
-        automatic checkpoints deletes them only if `path` is the path of these checkpoints.
+        If the server has a journal, `save` deletes the journal records that the checkpoint replaces. However, if the
+        server writes automatic checkpoints to another path, those checkpoints need the records, so `save` keeps them.
 
         Args:
             path: the path of the file. `None` means the path of the automatic checkpoints. At this path, `save` also

@@ -171,9 +171,9 @@ class ServerState(NamedTuple):
         return most is not None and self.model_state.version - version > most
 
     def without_stale_versions(self, keys: Iterable[StoreKey]) -> "ServerState":
-        """Return the state without stored models that are too old for further updates.
+        """Remove the stored models whose staleness exceeds `max_staleness`, and return the new state.
 
-        The method checks only the models under `keys`. A model is too old if its staleness exceeds `max_staleness`.
+        The server rejects all updates that start from such a model. The method checks only the models under `keys`.
         """
         held = self.store.entries
         stale = [key for key in keys if key in held and key[0] != "client" and self._is_stale(cast(int, key[1]))]
@@ -325,7 +325,7 @@ class ServerState(NamedTuple):
         return self._replace(pending_log=PendingLog(log.name, chain, changes, self.rejected))
 
     def log_truncated(self, lsn: int) -> "ServerState":
-        """Return the state after pending journal records were written to the file. It no longer contains them.
+        """Return the state of the server without the journal records that are already in the file.
 
         Args:
             lsn: the log sequence number of the first record that is not yet in the file.
@@ -338,9 +338,9 @@ class ServerState(NamedTuple):
         return self._replace(pending_log=self.pending_log._replace(records=changes))
 
     def without_ticket(self, ticket_id: str, receipt: Receipt | None = None) -> "ServerState":
-        """Return the state without a ticket in flight.
+        """Remove one ticket from the tickets in flight, and return the new state.
 
-        The new state also releases the stored model from which the client started, unless other tickets need it.
+        The method also releases the stored model from which the client started, unless other tickets need it.
 
         Args:
             ticket_id: the id of the ticket.

@@ -224,11 +224,7 @@ def _payload(
     load_base: Callable[[], Tensor | None],
     scaling: Scaling | None,
 ) -> Payload:
-    """Build a payload from the state dict of a client, or from the state dicts of the control points of a curve.
-
-    If the server's master model has a wider dtype than the client's model, the client has trained from a rounded start
-    model. Without a correction, every update would contain the rounding error. The function therefore adds the
-    difference between the exact and the rounded start model.
+    """Build a payload, which is the content of an update, from the state dict of a client.
 
     Args:
         schema: the schema of the server's payloads.
@@ -264,6 +260,8 @@ def _payload(
         nonfinite = torch.full((len(models), *space.shape), math.nan, dtype=schema.dtype, device=schema.device)
         return Payload(nonfinite, samples, buffers={entry.name: found[entry.name] for entry in schema.buffers})
     points = [point.to(schema.device) for point in space.points(models)]
+    # If the client's dtype is narrower than the dtype of the server, the client has trained from a rounded start model.
+    # Without a correction, every update would contain the rounding error.
     narrow = any(entry.dtype.itemsize < schema.dtype.itemsize for entry in leaves.values())
     start = load_base() if narrow else None
     if start is not None:

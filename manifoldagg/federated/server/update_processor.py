@@ -41,7 +41,7 @@ class Request(NamedTuple):
     Attributes:
         ticket_id: the id of the ticket, which permits the client to return one update.
         client: the client that returns the update, or `ANY_CLIENT`.
-        names: the argument of the caller that contains each field of the update. Error messages contain its name.
+        names: a mapping from the fields of the update to the names of the caller's arguments, for error messages.
         received_at: the time of the call, in seconds of the server's clock.
     """
 
@@ -184,10 +184,10 @@ class UpdateProcessor:
     def notify_average(self) -> None:
         """Pass each new version of the model to the average over all versions, in order.
 
-        All exceptions of the average propagate. They affect the next call of this method as follows:
+        If the average raises an exception, this method re-raises it:
 
-        - After an interrupt such as `KeyboardInterrupt`, it passes the same version again.
-        - After any other exception, it continues with the next version.
+        - After an interrupt such as `KeyboardInterrupt`, the next call passes the same version again.
+        - After any other exception, the next call continues with the next version.
         """
         while self._averaging is not None and (pending := self._state.value.pending_notifications):
             failure = None
@@ -262,10 +262,8 @@ class UpdateProcessor:
     def _apply(
         self, request: Request, payload: Payload, packed: bytes | memoryview, recorded: Mapping[str, Any] | None = None
     ) -> Receipt:
-        """Compute the aggregation step of an update, and publish the new state of the server.
-
-        During a journal replay, `recorded` contains the sample count and the weights of the original run.
-        """
+        """Compute the aggregation step of an update, and publish the new state of the server."""
+        # During a journal replay, `recorded` contains the sample count and the weights of the original run.
         state = self._state.value
         begun = time.perf_counter() if state.subscriptions else math.nan
         # While this update waited, its ticket may have been closed or dropped, or its version may have become too old.

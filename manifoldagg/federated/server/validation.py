@@ -162,9 +162,8 @@ class PayloadSchema:
     def check_values(self, field: str, tensor: Tensor, *, is_point: bool = True) -> Tensor:
         """Check the values of a tensor in a client's update, and return the tensor.
 
-        - A model of a curved space must be on the manifold.
-        - All other tensors must be finite. The method skips this check if the aggregation rule itself checks the
-          tensor.
+        - If the tensor contains models of a curved space, these models must be on the manifold.
+        - Otherwise, the values must be finite. The method skips this check if the aggregation rule itself makes it.
 
         Args:
             field: the name of the tensor in the update.
@@ -192,9 +191,9 @@ class PayloadSchema:
 def validate_payload(schema: PayloadSchema, payload: Payload, *, requires_base: bool) -> Payload:
     """Validate a payload from an untrusted client, and convert it to plain numbers and plain tensors.
 
-    The conversion is necessary, because methods of untrusted objects may raise exceptions or return another value in
-    each call. The tensors of the result are on the device of the server. A tensor that needs no conversion is not
-    copied.
+    The conversion is necessary, because the methods of an untrusted object may raise exceptions, or return a different
+    value on each call. The tensors of the result are on the device of the server. A tensor that needs no conversion is
+    not copied.
 
     Args:
         schema: the schema of the payloads.

@@ -280,11 +280,8 @@ def _message_from_state_dict(
 
 
 def _client_id(context: FlowerContext) -> int:
-    """Return the number that identifies a node in random seeds.
-
-    If the node has a data partition, this is the number of the partition, as in a simulation. Otherwise, it is the node
-    id.
-    """
+    """Return the number of the node's data partition, or the node id if it has no partition."""
+    # The number seeds the random generators. A simulation of the same federation uses the partition numbers as well.
     part = context.node_config.get("partition-id")
     return part if type(part) is int and part >= 0 else context.node_id
 

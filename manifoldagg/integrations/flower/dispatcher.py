@@ -277,14 +277,14 @@ class MessageDispatcher:
         return (held[0], held[1].id) if held is not None and isinstance(held[1], _TrainTask) else None
 
     def next_reply(self) -> FlowerMessage | None:
-        """Fetch the next reply of a node, and return it if it is a reply to an unfinished training task.
+        """Fetch the next reply of a node, and return it if it belongs to an unfinished training task.
 
-        The method returns `None` for all other replies:
+        The method processes all other replies itself, and returns `None`:
 
-        - It stores a reply to an evaluation in the `EvaluationRound`.
-        - It ignores a reply to a task that has already ended. If this reply is a trained model, the report counts it as
-          rejected.
-        - After a call of `close`, it ignores a reply to a training task.
+        - It stores the reply to an evaluation together with the other replies to this evaluation.
+        - It ignores a reply to a task that has already ended. If this reply contains a trained model, the model counts
+          as a rejected update.
+        - After a call to `close`, it ignores all replies to training tasks.
 
         Returns:
             The reply to a training task, with content or an error. The caller must then call `complete`. The result is
@@ -425,7 +425,7 @@ class MessageDispatcher:
             self.nodes.enqueue(node, _TrainTask(*self._issue(node)))
 
     def _on_work_finished(self, node: int, work: _TrainTask | _EvalTask, succeeded: bool = False) -> None:
-        """Process the end of a node's task, and dispatch the tasks that the client sampler selects next."""
+        """Process the end of a node's task, and queue tasks for the nodes that the sampler selects."""
         if isinstance(work, _EvalTask) or not succeeded:
             self._cancel(work)
         if not succeeded:

@@ -85,7 +85,7 @@ class TrainingLoop(Strategy):
     def stop(self) -> None:
         """Request the end of the run.
 
-        The running call of `start` then stops dispatching tasks, writes the checkpoint and returns. Any thread or
+        The running call to `start` then stops dispatching tasks, writes the checkpoint and returns. Any thread or
         signal handler can call `stop`. A call before `start` has no effect.
         """
         self._stop_requested = True

@@ -147,11 +147,11 @@ def _is_short(name: str) -> bool:
 
 @dataclass
 class _Limits:
-    """Limits on the metrics that `bounded_metrics` can still add to its result.
+    """Numbers of metrics and values that `bounded_metrics` may still add to its result.
 
     Attributes:
-        names: the largest number of these metrics.
-        values: the largest number of values in these metrics.
+        names: the remaining number of metrics, each of which has one name.
+        values: the remaining total number of values in these metrics.
     """
 
     names: int

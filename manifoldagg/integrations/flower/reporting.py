@@ -28,9 +28,9 @@ class RunReport:
     - An update is rejected if a node has replied but the server has not accepted the reply.
     - A task fails if the node raises an exception, sends an unreadable reply, or does not reply in time.
 
-    To keep the log short, the report logs only the 1st, 2nd, 4th, 8th, 16th, ... rejection of a node, and the first
-    rejection of the node for each invalid field. The same limit applies separately to training failures and to
-    evaluation failures. At the end of a round, one line counts the events that were not logged.
+    To keep the log short, the report logs only the 1st, 2nd, 4th, 8th, 16th, ... rejection of each node. It also logs
+    the first rejection of a node for each invalid field. It limits training failures and evaluation failures in the
+    same way, with separate counts. At the end of a round, one line counts the events that were not logged.
 
     Example:
         >>> report = RunReport()

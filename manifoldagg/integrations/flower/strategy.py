@@ -312,16 +312,16 @@ class Asynchronous(TrainingLoop):
         return self.evaluate_metrics_aggr_fn(found, self.weighted_by_key) if found else None
 
     def _with_capped_samples(self, contents: Iterable[tuple[int, RecordDict]]) -> list[RecordDict]:
-        """Return the contents of replies, with the numbers of samples that a weighted mean must use.
+        """Replace the reported sample counts in replies by limited ones, for a weighted mean.
 
-        If the server's option `weights` is a mapping, the mapping defines the number of samples of each node.
-        Otherwise, the method uses the number that the node reports, capped by the server. Replies without a valid
-        number are omitted.
+        Replies without a valid sample count are omitted.
         """
         found = []
         for node, content in contents:
             samples = sample_count(content, self.weighted_by_key)
             if samples is not None:
+                # The limit prevents a node with a very large count from dominating the mean. If the server's option
+                # `weights` is a mapping, the count of the mapping replaces the reported one.
                 counted = self.server.capped_samples(node, samples)
                 found.append(with_sample_count(content, self.weighted_by_key, counted))
         return found

@@ -1,8 +1,8 @@
 """Encoding of the arguments of a Triton kernel, so that new argument values do not cause a recompilation.
 
 Triton compiles a separate version of a kernel if an integer argument is 1, and another one if it is divisible by 16.
-Addresses, strides and coefficients differ between calls, so they would cause many compilations. Each of these arguments
-is therefore encoded as an odd integer greater than 1, which is called opaque here. The kernel decodes it.
+Addresses, strides and coefficients differ between calls, so they would cause many compilations. This module therefore
+encodes each of them as an opaque integer, that is, an odd integer greater than 1. The kernel decodes it.
 
 The compiler also cannot see the alignment of an encoded address. The constant `is_aligned` therefore declares the
 alignment to the kernel.
@@ -55,10 +55,10 @@ class LaunchOperands:
     def of(
         operands: Sequence[Any], lengths: tuple[int, ...] | None = None, blocks: Blocks | None = None
     ) -> "LaunchOperands":
-        """Assign an index to each distinct operand (row) of a kernel launch.
+        """Collect the distinct operands of a kernel launch, and assign an index to each of them.
 
-        Operands that occur more than once get the lowest indices. The kernel reads each of them only once and keeps it
-        in registers.
+        The same operand can occur several times. The kernel reads such an operand only once and retains it in
+        registers. The operands that occur several times get the lowest indices.
 
         Args:
             operands: vectors, tuples of contiguous tensors of one dtype, or `None`.
@@ -109,11 +109,8 @@ def _memory_key(row: Operand) -> tuple[Any, torch.dtype, int]:
 def _address_table(
     order: Sequence[tuple[Any, torch.dtype, int]], lengths: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """Build a table on the device with the addresses and the stride of each row.
-
-    The rows are divided into pieces, such as the tensors of a model. Each line of the table contains the addresses of
-    the pieces of one row, followed by the stride of this row.
-    """
+    """Build a device table with one line per operand: its tensors' addresses, then its stride."""
+    # A vector is divided into pieces of the given lengths, so that each piece has an address like a tensor of a list.
     table = np.empty((len(order), len(lengths) + 1), np.int64)
     for line, (address, dtype, stride) in zip(table, order, strict=True):
         line[:-1] = address if isinstance(address, tuple) else address + edges(lengths)[:-1] * stride * dtype.itemsize
@@ -123,11 +120,12 @@ def _address_table(
 
 @lru_cache(maxsize=64)
 def piece_tables(lengths: tuple[int, ...], blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two tables on the device that describe how a row is divided into pieces, such as the tensors of a model.
+    """Return two device tables with which a kernel finds the tensors that contain the entries of a block.
 
-    - The first table contains the offset of each piece, followed by the end of the last piece.
-    - The second table contains one number for each block, which is a range of entries that the kernel processes
-      separately. The number is the index of the first piece that overlaps the block.
+    The kernel treats a list of tensors as one long vector, and divides this vector into blocks of consecutive entries.
+
+    - The first table contains the offset of each tensor in the vector, followed by the end of the last tensor.
+    - The second table contains, for each block, the index of the first tensor that overlaps the block.
 
     Both tables are cached.
     """

@@ -107,12 +107,13 @@ def block_products(rows: Operands, blocks: Blocks) -> np.ndarray | None:
 def combine(
     base: Operand | None, rows: Operands, coefficients: Sequence[Sequence[float]], blocks: Blocks, out: Operand
 ) -> Operand | None:
-    r"""Compute a base row plus a linear combination of rows, and write the result into the row `out`.
+    r"""Add a linear combination of rows to a base row, and write the result into `out`.
 
-    Each segment $s$ of the rows, such as the parameters of one layer, has its own coefficients $c^{(s)}_j$. With the
-    rows $r_j$, the result in this segment is $out = base + \sum_j c^{(s)}_j\, r_j$. Each entry is computed in float64
-    and rounded once. If the compiled code cannot read a tensor, as in `block_products`, the function returns `None`
-    and writes nothing.
+    In each segment $s$ of the entries, such as a layer, the result is $out = base + \sum_j c^{(s)}_j\, r_j$ with the
+    rows $r_j$ and the coefficients $c^{(s)}_j$. Each entry is computed in float64 and rounded once.
+
+    Returns:
+        `out`, or `None` if the compiled code cannot read a tensor. In this case, nothing is written.
     """
     if rows.tables is None:
         return None
@@ -172,8 +173,7 @@ def combine_many(combinations: Sequence[LinearCombination], deferred: Sequence[b
 def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCombination]) -> np.ndarray | None:
     """Compute inner products of rows and several linear combinations of rows in one pass over the rows.
 
-    The function returns the inner products in the form of `block_products`. It writes each linear combination into the
-    target row of this combination.
+    The function writes each linear combination into its target, and returns the inner products.
 
     Args:
         rows: the rows of the products.
@@ -205,10 +205,10 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Add the sums of the blocks in each segment in compiled code, and compensate the rounding errors.
+    """Add the sums of the blocks in each segment in compiled code, and compensate for the rounding errors.
 
-    The result has the same bits as the totals of `reduction.pairwise_sum`. That function also returns the remaining
-    rounding error of each total, but this function does not.
+    The totals are bitwise identical to those of `reduction.pairwise_sum`. The remaining rounding errors are not
+    returned.
 
     Args:
         block_sums: (B, n) float64, one row for each of B blocks. They may be overwritten, because they serve as scratch
@@ -233,8 +233,9 @@ def _describe_goals(
 ) -> "tuple[array[int], list[Any]] | None":
     """Encode linear combinations as a table of integers for `native.cpp`.
 
-    The second result is a list of the objects whose addresses the table contains. The caller must keep this list alive
-    during the native call. If `native.cpp` cannot read the memory of a row, the function returns `None`.
+    Returns:
+        The table, and a list of the objects to which the addresses in the table refer. The caller must keep these
+        objects alive during the native call. The result is `None` if `native.cpp` cannot read a tensor.
     """
     table = array("q")
     owners: list[Any] = []
@@ -256,10 +257,7 @@ def _describe_goals(
 
 
 def _describe(row: Operand | None, lengths: tuple[int, ...] | None) -> bytes:
-    """Encode the memory of a row for `native.cpp`: the address, stride and dtype of each tensor.
-
-    If `native.cpp` cannot read this memory, for example because of the dtype, the result is `b""`.
-    """
+    """Encode the address, stride and dtype of each tensor, or return `b""` if unsupported."""
     if row is None:
         return NULL_DESCRIPTOR * (1 if lengths is None else len(lengths))
     return row.describe() if isinstance(row, TensorList) else describe_vector(row, lengths)

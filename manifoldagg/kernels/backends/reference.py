@@ -85,16 +85,16 @@ def combine(
 
 
 class _BlockReader:
-    """A reader that converts rows to float64, one block of entries after another.
+    """A reader that converts long vectors to float64, one block of consecutive entries after another.
 
-    Iterating over the reader yields the index and the segment of each block. The method `read` then writes the current
-    block of a row into one of the `buffers`.
+    A loop over the reader visits the blocks. For each block, the loop yields the index of the block and the index of
+    the segment (such as a layer) that contains it. In the loop, `read` copies this block of a vector into a buffer.
 
     Attributes:
-        buffers: float64 vectors for the current block.
-        matrices: a view of the same memory as a batch of small matrices, from which `torch.bmm` computes inner
-            products.
-        subtrahend: the buffer for a vector that `read` subtracts.
+        buffers: float64 vectors, into which `read` copies the block.
+        matrices: the same memory as a batch of small matrices, whose products add up to the inner products of the
+            buffers.
+        subtrahend: the buffer for the subtrahend, if `read` computes the difference of two vectors.
     """
 
     buffers: list[Tensor]

@@ -171,8 +171,8 @@ def combine_many(combinations: Sequence[LinearCombination]) -> None:
 def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCombination]) -> np.ndarray:
     """Compute inner products of rows and several linear combinations of rows, in one pass if the backend supports it.
 
-    The function returns the inner products in the form of `block_products`. It writes each linear combination into the
-    target row of this combination.
+    The function writes each linear combination into its target. It returns the inner products as an array, with the
+    same shape and order as the result of the function `block_products`.
     """
     rows = rows.prepare()
     together = getattr(backend_for(rows.device), "gram_combine", None)
@@ -205,8 +205,8 @@ def _combine_sequentially(combinations: Sequence[LinearCombination], deferred: S
 def describe_backends() -> list[tuple[str, str]]:
     """Return the status of each backend and the current selection, as pairs of a name and a description.
 
-    The last pair describes the selection. If the backend is selected automatically, it includes the measured duration
-    of one aggregation step on the CPU.
+    There is one pair for each backend. The name `"chosen"` in the last pair stands for the current selection. If this
+    selection is automatic, its description includes the measured duration of one aggregation step on the CPU.
     """
     why = {name: load_backend(name).unavailable() for name in BACKENDS}
     lines = [(name, _describe_available(name) if reason is None else reason) for name, reason in why.items()]

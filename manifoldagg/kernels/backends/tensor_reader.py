@@ -29,8 +29,9 @@ PYTHON_FUNCTIONS = (
 def load_reader(path: Path) -> Callable[[tuple[Tensor, ...]], bytes] | None:
     """Return a native function that reads the attributes of tensors, or `None` if it is not supported.
 
-    The native function expects a tuple of tensors. It returns a table with their addresses, shapes and dtypes as bytes.
-    If it cannot read one of the tensors, it returns `b""`. It can only read tensors that meet all of these conditions:
+    The native function expects a tuple of tensors. It returns a byte string that encodes their addresses, shapes and
+    dtypes. If it cannot read one of the tensors, it returns `b""`. It can only read tensors that meet all of these
+    conditions:
 
     - The values of the tensor are stored in CPU memory.
     - The tensor is not a negative view, whose memory contains the negatives of its values.

@@ -204,12 +204,10 @@ def _device() -> str:
 
 
 def _supports(rows: Operands, operands: Sequence[Operand]) -> bool:
-    """Return whether the Triton kernels can read the given operands.
-
-    All operands must be on the supported device, and each operand must have a single, supported dtype.
-    """
+    """Return whether the Triton kernels support the device and the dtypes of the operands."""
     if rows.device.type != _device():
         return False
+    # A kernel is compiled for one dtype per operand, so all tensors of a tensor list must have the same dtype.
     found = [{line.dtype} if isinstance(line, Tensor) else line.dtypes for line in operands]
     return all(len(dtypes) == 1 and dtypes <= TRITON_DTYPES.keys() for dtypes in found)
 
@@ -340,10 +338,10 @@ def _write(
 @_jit
 @no_type_check
 def _block_range(table, WIDTH: constexpr, LANES: constexpr):
-    """Return the bounds of a block, the bounds of its aligned part, and the offsets of a tile.
+    """Return the bounds of a block, the bounds of its aligned part, and the offsets of the entries of a tile.
 
-    The aligned part begins and ends at multiples of 16 entries. A tile is the group of consecutive entries that the
-    kernel processes in one step.
+    The aligned part begins and ends at multiples of 16 entries. The kernel processes it in tiles (groups of consecutive
+    entries), and the few other entries of the block separately.
     """
     start = tl.load(table)
     stop = tl.load(table + 1)

@@ -107,7 +107,7 @@ class TruncatedSVD:
 
     @property
     def is_tied(self) -> Tensor:
-        """Whether several matrices of the lower rank are equally good approximations, for each matrix (*batch,).
+        """Whether the best low-rank approximation is not unique, for each original matrix (*batch,).
 
         This is the case if the smallest retained singular value is not 0, and equals the largest truncated singular
         value up to rounding.
@@ -134,9 +134,9 @@ class TruncatedSVD:
 
 
 def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
-    r"""Compute the nearest matrix of a given rank to a low-rank matrix $B A$.
+    r"""Compute the best approximation of a low-rank matrix $B A$ by a matrix of a given rank.
 
-    The computation uses the thin QR decompositions $B = Q R$ and $A^\top = P S$, and the SVD of the small matrix
+    The thin QR decompositions $B = Q R$ and $A^\top = P S$ reduce the problem to the truncated SVD of the small matrix
     $R S^\top$.
 
     Args:
@@ -266,7 +266,7 @@ class JointBasis:
         return flat @ flat.mT
 
     def combine(self, coefficients: Tensor, rank: int) -> TruncatedSVD:
-        r"""Compute the nearest matrix of the given rank to a linear combination $\sum_i c_i X_i$ of the matrices $X_i$.
+        r"""Approximate a linear combination $\sum_i c_i X_i$ of matrices by the nearest matrix of the given rank.
 
         Args:
             coefficients: the coefficients $c_i$ (k,).

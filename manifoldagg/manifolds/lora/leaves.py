@@ -84,7 +84,7 @@ class FactorEntries:
     def check(self, state: Mapping[str, Tensor], prefix: str) -> int:
         """Check the two factors $A$ and $B$ of this adapter in the state dict of a client, and return their rank.
 
-        The client can use another rank than this adapter. All other sizes of the factors must be equal.
+        The rank may differ from the rank of this adapter. All other sizes of the factors must be equal.
 
         Raises:
             StateDictError: if a tensor does not match, or has a wider dtype than the combined tensor `leaf`. The
@@ -385,7 +385,7 @@ class Adapters:
 
 
 def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -> Tensor:
-    r"""Return factors $B$ (m, r) and $A$ (r, n) of a matrix, all entries of which can be trained by gradient descent.
+    r"""Factorise a matrix into $B$ (m, r) and $A$ (r, n) such that gradient descent can train both factors completely.
 
     If the rank of the matrix is r, the factors are balanced: $B^\top B = A A^\top$. If the rank is lower, the last
     columns of $B$ and the last rows of $A$ would be 0 in balanced factors. Their gradients would also be 0, so training

@@ -169,10 +169,9 @@ class LowRank(Manifold):
         return torch.cat([orthogonal_part(left.basis, db) @ right.inverse.mT, da @ left.inverse.mT], -2).to(x.dtype)
 
     def _invariant(self, x: Point) -> Tensor:
-        """Return the matrix $X$ (*batch, m, n), which does not depend on the choice of its factors.
-
-        The matrix needs much more memory than its factors, so only tests call this method.
-        """
+        """Multiply the two factors of a low-rank matrix, and return the matrix (*batch, m, n)."""
+        # Different factors of the same matrix have equal results. The matrix needs much more memory than its factors,
+        # so only tests call this method.
         b, a = self._split(x)
         return (b @ a.mT).to(x.dtype)
 

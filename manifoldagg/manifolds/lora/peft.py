@@ -31,12 +31,12 @@ OTHER_ADAPTERS = re.compile(
 class FactorPair:
     """The names of the two factors $A$ and $B$ of a LoRA adapter in a state dict.
 
-    The adapter changes a weight matrix by the product $B A$ (m, n) of the factors.
+    The adapter adds a multiple of the product $B A$ (m, n) to a weight matrix.
 
     Attributes:
-        first: the name of $A$ (r, n). For a convolution, $A$ has further axes, and n is the product of the lengths of
-            all axes after the first.
-        second: the name of $B$ (m, r), or (m, r, 1, 1) for a convolution.
+        first: the name of $A$ (r, n). For a convolution, $A$ has more axes. All axes after the first are then flattened
+            to one axis of length n.
+        second: the name of $B$ (m, r). For a convolution, its shape is (m, r, 1, 1).
     """
 
     first: str
@@ -82,7 +82,7 @@ class FactorPair:
     def stack(self, state: Mapping[str, Tensor], *, prefix: str = "adapter: ") -> Tensor:
         r"""Concatenate the factors $B$ and $A^\top$ of a state dict into one tensor (m + n, r).
 
-        The dtype of this tensor represents the values of both factors exactly.
+        If the factors have different dtypes, the result has a dtype that represents the values of both exactly.
 
         Raises:
             StateDictError: as in `check`.

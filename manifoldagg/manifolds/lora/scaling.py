@@ -1,4 +1,4 @@
-r"""The scalings of LoRA adapters, by which a model multiplies the products of their factors.
+r"""The scaling of a LoRA adapter: the number by which a model multiplies the product $B A$ of the factors.
 
 For most adapters, the scaling is $\alpha / r$, where $r$ is the rank and $\alpha$ is `lora_alpha` in the config. This
 module computes the scaling from the config of the adapter, or from numbers that the user specifies.

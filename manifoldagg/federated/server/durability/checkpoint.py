@@ -184,11 +184,11 @@ class LoadedCheckpoint:
 
     @property
     def replay_limits(self) -> ServerLimits:
-        """The saved limits without the limits on the norm and the cosine of an update, for a journal replay.
+        """The limits for a journal replay: the saved limits without those on the norm and the cosine of an update.
 
-        The cosine is that of the angle between an update and the change of the server's model in the meantime. A replay
-        must accept all updates that the server accepted in the original run. On another processor, however, different
-        rounding may move a norm or a cosine just beyond its limit.
+        The cosine compares the direction of an update with the change of the server's model since the client started.
+        A replay must accept every update that the original run accepted. However, different rounding on another
+        processor may move a norm or a cosine just beyond its limit.
         """
         limits = self.limits
         update = replace(
@@ -201,10 +201,10 @@ class LoadedCheckpoint:
         return replace(limits, update=update)
 
     def with_replayed(self, tree: dict[str, Any]) -> "LoadedCheckpoint":
-        """Return a copy of this checkpoint that contains the state of the server after a journal replay.
+        """Return a checkpoint with the state of the server after a journal replay.
 
-        The copy keeps the clock and the options of this checkpoint, because the replay uses another clock and other
-        limits.
+        The new checkpoint has the clock and the options of this checkpoint. During the replay, the server uses another
+        clock and weaker limits, which must not be saved.
 
         Args:
             tree: the content of a checkpoint of the server after the replay, as `ServerSnapshot.tree` returns it.
@@ -253,8 +253,8 @@ class LoadedCheckpoint:
     def server_arguments(self, policies: BufferPolicy | None) -> tuple[InitialModel, dict[str, Any]]:
         """Return the arguments with which the constructor of `Server` restores the saved model and options.
 
-        The first result is the initial model. The second result contains the saved limits and the saved memory policy
-        as keyword arguments. `policies` replaces the saved policies of the buffers unless it is `None`.
+        The results are the initial model, and the keyword arguments `limits` and `memory`. `policies` defines how the
+        server aggregates the buffers of the model. `None` keeps the saved policies.
         """
         start = InitialModel(self.model)
         if self.buffer_policies:
@@ -405,10 +405,7 @@ def _machine_info(model: Tensor) -> dict[str, str]:
 
 
 def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[StoreKey]]:
-    """Return the start models and states of clients for a checkpoint, each with its key.
-
-    The second result contains the keys of lost start models, whose temporary files were altered.
-    """
+    """Return the stored models and client states, and the keys of unreadable models."""
     store = state.store
     kept = []
     lost = set()
@@ -421,7 +418,8 @@ def _stored_trees(state: ServerState) -> tuple[list[tuple[StoreKey, Tree]], set[
         except SpillError as error:
             if error.temporary or key[0] == "client":
                 raise
-            # The server rejects all updates for the tickets with this base, so the checkpoint omits the tickets.
+            # The temporary file of this start model was altered. The server rejects all updates for the tickets with
+            # this base, so the checkpoint omits the tickets.
             LOG.warning("checkpoint: omits the tickets whose base is %s %s: %s", *key, error)
             lost.add(key)
     return kept, lost

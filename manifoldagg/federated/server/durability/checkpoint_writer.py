@@ -74,7 +74,7 @@ class CheckpointWriter:
     """Writer that saves checkpoints in a background thread.
 
     The thread ends when the queue of checkpoints is empty. If a write fails, the writer logs the error. In addition,
-    the next call of `finish` raises the error, unless a later checkpoint was written successfully.
+    the next call to `finish` raises the error, unless a later checkpoint was written successfully.
 
     Args:
         policy: the policy for automatic checkpoints.
@@ -136,7 +136,7 @@ class CheckpointWriter:
     def enqueue(self, snapshot: Checkpointable) -> None:
         """Add a checkpoint to the queue, and remove an older checkpoint that is still in the queue.
 
-        The next call of `finish` writes the new checkpoint. If the background thread is running, it may write the
+        The next call to `finish` writes the new checkpoint. If the background thread is running, it may write the
         checkpoint earlier.
         """
         self._queue.append(snapshot)

@@ -116,7 +116,7 @@ def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
 
 
 def rule_difference(saved: Tree, current: Tree, *, replace: bool) -> str | None:
-    """Explain why a resumed server cannot replace the saved rule by the current rule. If it can, return `None`.
+    """Return the reason why a server cannot resume with the current rule. If it can, return `None`.
 
     Args:
         saved: the fingerprint of the saved rule.

@@ -137,9 +137,9 @@ class _Position(NamedTuple):
 class JournalWriter:
     """Writer that appends the changes of a server to its journal, in the order of the changes.
 
-    The server publishes each change together with a journal record. The record is pending until it is in the file. The
-    method `write` appends all pending records, including those of other threads. If a write fails or is interrupted,
-    the next call overwrites the incomplete records, so that the file contains each record only once.
+    Each change of the server adds a journal record in memory. The method `write` appends all of these pending records
+    to the file, including those of other threads. If a write fails or is interrupted, the next call overwrites the
+    incomplete records, so that the file contains each record only once.
 
     Args:
         journal: the path and the sync policy of the journal.
@@ -304,7 +304,8 @@ class JournalWriter:
         self._has_failed = False
 
     def _write_pending(self, *, sync: bool = False) -> None:
-        """Write the pending records, including those of calls that interrupt this method. `sync` also syncs them."""
+        """Write the pending records to the file. With `sync`, also sync the file to the disk."""
+        # If a signal handler or a finaliser interrupts the write and adds a record, the loop also writes this record.
         self._was_reentered = True
         while self._was_reentered:
             self._was_reentered = False

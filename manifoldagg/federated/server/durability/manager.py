@@ -134,9 +134,8 @@ class DurabilityManager:
     def check_idle(self) -> None:
         """Check that the current thread is not in the middle of a journal write.
 
-        A signal handler or a finaliser can interrupt a journal write of its own thread. It must not wait for an update
-        of another thread, because that update may itself wait for the interrupted write. Both threads would then wait
-        forever.
+        A signal handler or a finaliser may interrupt its thread during a journal write. If it then waits for an update
+        in another thread, and that update waits for the journal, the two threads are in a deadlock.
 
         Raises:
             ArgumentError: if the current thread is writing to the journal.
@@ -161,8 +160,8 @@ class DurabilityManager:
     def maybe_write_checkpoint(self) -> None:
         """Start a checkpoint in the background if one is due.
 
-        A checkpoint also contains the average over the model versions. If this average has not yet received every
-        version, the checkpoint is postponed.
+        A checkpoint also contains the average over the successive models of the server. If the latest model is missing
+        from this average, the checkpoint is postponed.
         """
         state = self._core.state.value
         if self.checkpoints is not None and not state.pending_notifications and not state.is_closed:

@@ -6,9 +6,8 @@ A journal can contain an invalid record for two reasons:
 - The file was corrupted after the write. Recovery then raises an error with the log sequence number (LSN) of the
   record.
 
-To distinguish these cases, each record stores a durability mark. The mark is an LSN, and all records before this LSN
-were already synced to the disk. If the mark of a later record proves that the invalid record was synced, the file was
-corrupted.
+To distinguish these cases, each record states which earlier records were already synced to the disk when it was
+written. If a later record states that the invalid record was synced, the file was corrupted.
 """
 
 import logging

@@ -35,9 +35,9 @@ other code also needs some of them."""
 class Spill:
     """Writer that moves trees from memory to temporary files. A tree is a nested container of tensors.
 
-    The files are unlinked, which means that they have no name. The operating system frees a file after the last
-    reference to its tree is deleted, or when the process ends, even if the process is killed. A child process of
-    `os.fork` can load the trees of its parent. The file of such a tree exists until both processes have released it.
+    The files are unlinked, which means that they have no name. The operating system frees a file when the last
+    reference to its tree is deleted, or when the process ends or is killed. After `os.fork`, both processes can load a
+    tree. Its file then exists until both of them have deleted their references or have ended.
 
     Args:
         folder: a folder in the file system of the files. `None` means the system's temporary folder.

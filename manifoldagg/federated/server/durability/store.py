@@ -1,6 +1,6 @@
-"""Store for the models and client states of a server, each of which is in memory or in a file.
+"""Storage of the models and the client states of a server, in memory or in files.
 
-The store is immutable, so a change returns a new store.
+The class `Store` is immutable, so a change returns a new store.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -58,8 +58,8 @@ class Store(NamedTuple):
     Attributes:
         entries: the stored tensors and the number of references, by key.
         evictable: the keys of the entries that can be moved to files, with the oldest key first.
-        used_bytes: the memory usage in bytes of the models (`"version"`), the rounded models (`"base"`) and the client
-            states (`"client"`). The value of `"spilled"` is the number of bytes in files.
+        used_bytes: the total size in bytes of each kind of entry: `"version"` (models), `"base"` (models in a narrower
+            dtype) and `"client"` (client states) in memory, and `"spilled"` (all entries in files).
 
     Example:
         >>> import torch
@@ -84,7 +84,7 @@ class Store(NamedTuple):
     def load(self, key: StoreKey | None, *, copy: bool = True) -> Tree:
         """Return the tree of tensors that is stored under a key. If the key does not exist, return `None`.
 
-        If the tree is in a file, `copy` states whether its tensors are copied to memory, as in `SpilledTree.load`.
+        A tree in a file is copied to memory by default. With `copy=False`, its tensors refer to the mapped file.
         """
         stored = None if key is None else self.find(key)
         return None if stored is None else stored.load(copy=copy)
@@ -133,13 +133,13 @@ class Store(NamedTuple):
         return Store(entries.finish(), evictable, used.finish())
 
     def evicted(self, key: StoreKey, tree: InMemoryTree, spilled: SpilledTree) -> "Store":
-        """Return a new store in which the tensors of a key are in a file instead of in memory.
+        """Return a new store in which one entry is in a file instead of in memory.
 
-        If another thread has replaced or removed these tensors in the meantime, return the current store.
+        If another thread has replaced or removed the entry in the meantime, return this store.
 
         Args:
-            key: the key of the tensors.
-            tree: the tensors in memory.
+            key: the key of the entry.
+            tree: the tensors of the entry in memory.
             spilled: the file with the same tensors.
         """
         found, references = self.entries.get(key, (None, 0))
