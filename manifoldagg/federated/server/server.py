@@ -5,7 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -840,13 +840,14 @@ class Server:
                 nevertheless.
         """
         self._updates.check_may_wait()
-        with self._updates.lock.lock:
-            try:
-                self._updates.notify_average()
-                if self._durability.journal is not None:
-                    self._durability.journal.close()
-            finally:
-                self._state.update(lambda now: (now.close(), None))
+        with self._updates.lock.lock, ExitStack() as stack:
+            # These callbacks run in reverse order, even if one of them fails. After the state is closed, no call
+            # changes the server, so the journal can write all remaining records.
+            stack.callback(self._state.update, lambda now: (now._replace(pending_log=None), None))
+            if self._durability.journal is not None:
+                stack.callback(self._durability.journal.close)
+            stack.callback(self._state.update, lambda now: (now.close(), None))
+            self._updates.notify_average()
         self._updates.deliver_events()
         if self._durability.checkpoints is not None:
             self._durability.checkpoints.finish()

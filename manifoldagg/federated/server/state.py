@@ -442,14 +442,13 @@ class ServerState(NamedTuple):
         return None if found is None else found[1]
 
     def close(self) -> "ServerState":
-        """Return the state of the server after `Server.close`. It has no tickets, client states or older models."""
+        """Return the state of a closed server, which has no tickets, client states or older models."""
         current = self.store.entries[self.current_key][0]
         state = self._replace(
             store=Store().retain(self.current_key, current),
             tickets=PersistentOrderedMap(),
             pending_notifications=(),
             is_closed=True,
-            pending_log=None,
         )
         return state if self.is_closed else state.with_event(Closed)
 

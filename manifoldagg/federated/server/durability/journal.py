@@ -163,7 +163,8 @@ class JournalWriter:
         self._state = state
         self._write_lock = OwnedLock()
         self._has_failed = self._needs_checkpoint = False
-        self._was_reentered = False
+        # All records before this LSN belong to calls that interrupted a write and have returned.
+        self._nested_lsn = 0
         self._position: _Position | None = None
         self._close_segment: Callable[[], object] = int
 
@@ -211,7 +212,7 @@ class JournalWriter:
 
     def retry_if_failed(self) -> None:
         """Repeat the last write if it has failed. If it fails again, raise `CheckpointError`."""
-        if self._has_failed:
+        if self._has_failed or self._is_behind(0):
             self.write()
 
     def write(self) -> None:
@@ -227,13 +228,9 @@ class JournalWriter:
         if log is None or not (log.records or self._has_failed):
             return
         if self.held_by_me():
-            self._was_reentered = True
-            return
-        with self._write_lock.lock:
-            self._write_pending()
-        # A call between the last check of `_write_pending` and the release of the lock also leaves a record pending.
-        if self._was_reentered:
-            self.write()
+            self._nested_lsn = log.records.next_index
+        else:
+            self._write_until(log.records.next_index)
 
     def rotate(self, lsn: int) -> None:
         """Start a new journal file after a checkpoint, and delete the older files that the checkpoint replaces.
@@ -251,9 +248,9 @@ class JournalWriter:
                 self._delete_segments(lsn)
             except CheckpointError as error:  # No record is lost, because unwritten records stay pending.
                 LOG.error("%s", error)
-        if self._was_reentered:
+        if self._is_behind(0):
             with suppress(CheckpointError):  # `_guarded` logs the error.
-                self.write()
+                self._write_until(0)
 
     def close(self) -> None:
         """Write and sync the pending records, and release the lock of the journal.
@@ -264,7 +261,8 @@ class JournalWriter:
         with self._write_lock.lock:
             try:
                 if self._position is not None:
-                    self._write_pending(sync=True)
+                    self._guarded(self._write)
+                    self._guarded(self._sync)
             finally:
                 self._position = None
                 self._close_segment()
@@ -303,15 +301,18 @@ class JournalWriter:
             raise
         self._has_failed = False
 
-    def _write_pending(self, *, sync: bool = False) -> None:
-        """Write the pending records to the file. With `sync`, also sync the file to the disk."""
-        # If a signal handler or a finaliser interrupts the write and adds a record, the loop also writes this record.
-        self._was_reentered = True
-        while self._was_reentered:
-            self._was_reentered = False
-            self._guarded(self._write)
-            if sync:
-                self._guarded(self._sync)
+    def _is_behind(self, lsn: int) -> bool:
+        """Return whether records before `lsn`, or of calls that interrupted a write, are not yet written."""
+        position = self._position
+        return position is not None and position.next_lsn < max(lsn, self._nested_lsn)
+
+    def _write_until(self, lsn: int) -> None:
+        """Write all records before `lsn`, and those of calls that interrupt the write."""
+        # Other threads may write between two passes. Their writes include the records of this thread.
+        while self._has_failed or self._is_behind(lsn):
+            with self._write_lock.lock:
+                if self._has_failed or self._is_behind(lsn):
+                    self._guarded(self._write)
 
     def _write(self) -> None:
         at = self._position
