@@ -128,6 +128,12 @@ def test_names_in_several_records_of_a_node_displace_no_metric_that_more_nodes_r
     assert weighted_mean([RecordDict(invented), *honest], "n")["loss"] == 0.5
 
 
+def test_several_records_of_a_node_do_not_increase_its_weight():
+    repeated = RecordDict({f"r{i}": MetricRecord({"n": 1, "loss": 3.0}) for i in range(9)})
+    honest = RecordDict({"metrics": MetricRecord({"n": 2, "loss": 0.0})})
+    assert weighted_mean([repeated, honest], "n") == {"loss": 1.0}
+
+
 def test_sample_counts_are_replaced_in_a_copy():
     content = RecordDict({"other": MetricRecord({"n": 0}), "metrics": MetricRecord({"n": 10**9, "loss": 0.5})})
     found = with_sample_count(content, "n", 30)

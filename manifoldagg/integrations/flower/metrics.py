@@ -102,6 +102,7 @@ def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
 
     - A list is averaged entry by entry.
     - Values that are not finite are excluded. If no finite value remains, the mean is NaN.
+    - If several records of a node contain the same metric, only the first record counts.
     - If nodes report the same metric with different lengths, only the values of one length are averaged. This is the
       length with the largest total number of samples. In a tie, a number takes precedence over a list, and a shorter
       list over a longer list.
@@ -121,10 +122,10 @@ def weighted_mean(contents: list[RecordDict], key: str) -> MetricRecord:
     reports: Counter[str] = Counter()
     for content in contents:
         samples = sample_count(content, key)
-        reported: dict[str, None] = {}  # A node may report a metric in several records, but it counts once.
+        reported: dict[str, None] = {}
         for record in content.metric_records.values() if samples else ():
             for name, value in record.items():
-                if name != key:
+                if name != key and name not in reported:
                     reported[name] = None
                     values = value if isinstance(value, list) else [value]
                     length = len(values) if values is value else SCALAR
