@@ -67,8 +67,7 @@ def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
                 runs[name] = made = _parse_command(command, arguments, context)
                 parent = there if _is_typed(made, "out") and "out" not in typed else here
                 made.params |= {**typed, "name": name}
-                if here != there:
-                    made.params["out"] = parent / made.params["out"]
+                made.params["out"] = (Path() if here == there else parent) / made.params["out"]
                 _methods(made.params)
                 workloads.partition(made.params["partition"])
                 workloads.parse_workload(*(made.params[name] for name in ("scheduler", "delays", "availability")))
@@ -130,6 +129,9 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
         if tuning is not None and tuning.get("length", 1.0) != params["tune_length"]:
             return None
         chosen = _methods(params)
+        averaging = None if params["swa"] is None else WeightAveraging.parse(params["swa"])
+        if averaging is not None:
+            chosen = averaging.apply(chosen, params["num_updates"], range(params["clients"]))
         for place, method in enumerate(chosen if params["tune"] else ()):
             tried = tuning["methods"][method.name]
             if isinstance(tried, dict):
@@ -139,7 +141,7 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
     given = {
         **params,
         "seeds": range(params["first_seed"], params["first_seed"] + params["seeds"]),
-        "averaging": None if params["swa"] is None else WeightAveraging.parse(params["swa"]),
+        "averaging": averaging,
     }
     expected = comparison_settings(load_dataset(params["data"], params["model"], params["augment"]), given)
     expected |= {"tuning": tuning, "methods": method_settings(chosen)}

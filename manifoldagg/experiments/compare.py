@@ -291,17 +291,15 @@ def compare(
 
 
 def comparison_settings(dataset: LabelledDataset, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a comparison that are known before it starts, as JSON values.
-
-    Optional settings that the comparison does not use are omitted.
+    """Return the settings of a comparison, except for its methods and its search of rates, as JSON values.
 
     Args:
         dataset: the data set.
-        arguments: the arguments of [`compare`][manifoldagg.experiments.compare] that determine its results, by name.
-            `seeds` are the seeds instead of their number.
+        arguments: the other arguments of [`compare`][manifoldagg.experiments.compare] that determine its results, by
+            name. `seeds` are the seeds instead of their number.
 
     Raises:
-        ArgumentError: if the target is invalid.
+        ArgumentError: if the target or the name of a scheduler, a delay or an availability is invalid.
     """
     target = arguments["target"]
     named = {name: arguments[name] for name in ("scheduler", "delays", "availability")}

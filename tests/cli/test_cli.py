@@ -122,6 +122,17 @@ def test_a_user_correction_runs_with_a_scaled_default_rate(tmp_path):
     assert json.loads(first)["settings"]["methods"][name]["rule"].count("Shrink(strength=2)") == 1
 
 
+@pytest.mark.parametrize("where", ["file", "command"])
+def test_a_finished_table_with_a_periodic_average_does_not_run_again(tmp_path, where):
+    table = '[one]\nclients = 5\nupdates = 4\nmethods = "asynccurve"\nswa = "start=1,period=2"\nmodel = "mlp"\n'
+    (tmp_path / "file.toml").write_text(table + ('out = "there"\n' if where == "file" else ""))
+    command = ["compare", "--config", "file.toml", "--resume"] + ["--out", "there"] * (where == "command")
+    for expected in ("(1 of 1)\n", "(1 of 1): is finished, in there/one\n"):
+        done = call(*command, folder=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert expected in done.stdout
+
+
 def test_a_rate_above_the_stability_limit_prints_one_warning_on_stderr(tmp_path):
     done = call("compare", *SMALL, "--methods", "fedortho:rate=9,fedasync", "--name", "one", folder=tmp_path)
     assert done.returncode == 0
