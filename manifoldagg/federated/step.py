@@ -263,7 +263,7 @@ def _check_receivable(plan: StepPlan, space: ParameterSpace, state: State, model
         return
     # If the stored displacements made the model overflow, the server would have to reject all later updates.
     carried = getattr(plan.rule, "carried_displacements", None)
-    terms = carried(state) if carried is not None and space.flat else ()
+    terms = carried(space, state) if carried is not None and space.flat else ()
     models = [combine(start, [row for _, row in part], [factor for factor, _ in part]) for part in terms]
     for point in models if model is None else (model, *models):
         try:

@@ -24,7 +24,7 @@ from manifoldagg.federated.types import LinearStep, Outcome, Point, State, Updat
 from manifoldagg.kernels import combine
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.chunking import chunks
-from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds import Manifold, ParameterSpace
 
 __all__ = ["BufferMean", "BufferedRule"]
 
@@ -140,7 +140,7 @@ class BufferedRule(TangentRule):
         model, norm = mean.step(rate)
         return model, norm, {}
 
-    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+    def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
         """Return the contribution of the buffered updates to the next step.
 
         The result `[[(factor, vector)]]` stands for one vector, `factor * vector`. The server checks that the model

@@ -16,7 +16,7 @@ from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.types import Outcome, Point, State, Update
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.kernels.chunking import chunks
-from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds import Manifold, ParameterSpace
 
 __all__ = ["CoordinateWiseRule", "StoredBufferRule", "oddeven_sort"]
 
@@ -69,7 +69,7 @@ class StoredBufferRule(TangentRule):
             are the displacement and the drift of the last update.
         """
 
-    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+    def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
         """Return the scaled displacement of each buffered update, as a list of `[(factor, vector)]`.
 
         The displacement `factor * vector` is the most that its update can add to the next step. The server checks, for

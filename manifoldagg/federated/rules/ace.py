@@ -11,7 +11,7 @@ from manifoldagg.federated.rules._geometry import check_points, frame_from_updat
 from manifoldagg.federated.rules._latest_update import LatestUpdateRule, coefficients_of, combine_float64
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import Outcome, State, Update
-from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds import Manifold, ParameterSpace
 
 __all__ = ["ACE"]
 
@@ -85,7 +85,7 @@ class ACE(LatestUpdateRule):
     def init(self, space: Manifold, start: Tensor) -> State:
         return super().init(space, start) | {"cached": 0}
 
-    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+    def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
         """Return the step that follows if the next client returns the same update as before.
 
         The server checks that the model remains finite after this step.

@@ -20,7 +20,7 @@ from manifoldagg.federated.rules._geometry import (
 from manifoldagg.federated.rules._latest_update import LatestUpdateRule, coefficients_of, combine_float64
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import Outcome, State, Update
-from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds import Manifold, ParameterSpace
 
 __all__ = ["CA2FL"]
 
@@ -111,7 +111,7 @@ class CA2FL(LatestUpdateRule):
                     "clients: expected None with unknown='mean', a mean over the clients that have returned an update"
                 )
 
-    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+    def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
         """Return the next step, if all updates that the buffer still needs repeat the last updates of their clients.
 
         The server checks that the model remains finite after this step.

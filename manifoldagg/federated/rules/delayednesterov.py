@@ -11,7 +11,7 @@ from manifoldagg.federated.rules._base import ServerRule
 from manifoldagg.federated.rules._geometry import check_points, frame_from_update, safe_sqrt, unit_coefficients
 from manifoldagg.federated.schedules import Rate, rate_at
 from manifoldagg.federated.types import Outcome, Point, State, Update
-from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds import Manifold, ParameterSpace
 
 __all__ = ["DelayedNesterov"]
 
@@ -79,7 +79,7 @@ class DelayedNesterov(ServerRule):
     def init(self, space: Manifold, start: Point) -> State:
         return super().init(space, start) | {"count": 0}
 
-    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+    def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
         """Return the total change of the model that follows if all future updates are zero.
 
         The change comes from the momentum, and from the buffered updates that the momentum does not include yet. The

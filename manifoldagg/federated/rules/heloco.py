@@ -13,7 +13,7 @@ from manifoldagg.federated.rules._geometry import check_points, frame_from_updat
 from manifoldagg.federated.schedules import Rate, Weight, rate_at, weight_at
 from manifoldagg.federated.staleness import Constant
 from manifoldagg.federated.types import Outcome, State, Update
-from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds import Manifold, ParameterSpace
 
 __all__ = ["HeLoCo"]
 
@@ -97,7 +97,7 @@ class HeLoCo(ServerRule):
         for name in ("shrink_strength", "rotation_strength", "confidence_scale"):
             check_number(name, getattr(self, name), at_least=0)
 
-    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+    def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
         """Return the total change of the model that follows if all future updates are zero.
 
         The change comes from the momentum. The server checks that the model remains finite after this change.

@@ -32,7 +32,7 @@ from manifoldagg.federated.types import (
     check_rule_protocol,
 )
 from manifoldagg.kernels.alloc import empty_like
-from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds import Manifold, ParameterSpace
 from manifoldagg.manifolds.formulas import norm
 from manifoldagg.manifolds.optimizers import transport_momentum
 
@@ -101,14 +101,14 @@ class Momentum(WrapperRule):
         """Whether the wrapped rule is private."""
         return bool(getattr(self.rule, "is_private", False))
 
-    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+    def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
         """Return the total change of the model that follows if all future updates are zero.
 
         The change comes from the velocity, and from the updates that the wrapped rule has stored for its next step. The
         server checks that the model remains finite after this change.
         """
         inner = getattr(self.rule, "carried_displacements", None)
-        terms = [] if inner is None else inner(state["rule"])
+        terms = [] if inner is None else inner(space, state["rule"])
         repeated = 1 / (1 - self.beta)
         own = []
         if "velocity" in state:

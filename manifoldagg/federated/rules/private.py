@@ -24,7 +24,7 @@ from manifoldagg.federated.types import (
     Update,
     check_rule_protocol,
 )
-from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds import Manifold, ParameterSpace
 
 __all__ = ["Private"]
 
@@ -121,9 +121,9 @@ class Private(WrapperRule):
         """
         return ("points", *getattr(self.rule, "self_checked", ()))
 
-    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
+    def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
         """Return the displacements that the wrapped rule carries to the next step."""
-        carried: list[list[tuple[float, Tensor]]] = self.rule.carried_displacements(state["rule"])  # type: ignore[attr-defined]
+        carried: list[list[tuple[float, Tensor]]] = self.rule.carried_displacements(space, state["rule"])  # type: ignore[attr-defined]
         return carried
 
     def init(self, space: Manifold, start: Point) -> State:

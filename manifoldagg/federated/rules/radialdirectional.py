@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from manifoldagg._validation import check_number
 from manifoldagg.federated.rules._geometry import check_points, frame_from_update, safe_sqrt, unit_coefficients
 from manifoldagg.federated.rules.fedavg import FedAvg
 from manifoldagg.federated.types import Outcome, State, Update
-from manifoldagg.manifolds import Manifold
+from manifoldagg.manifolds import Manifold, ParameterSpace
 
 __all__ = ["RadialDirectional"]
 
@@ -66,18 +67,20 @@ class RadialDirectional(FedAvg):
     needs_linear_leaves: ClassVar[str] = "lengths of tensors"
     not_private_because: ClassVar[str] = "it divides each tensor of an update by its length"
 
-    def carried_displacements(self, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return a bound for the next step, if all later updates of the cohort are zero.
+    def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
+        """Return an upper bound of the next step, if all later updates of the cohort are zero.
 
-        Each entry of the bound has the same sign as the entry of the step, and at least its absolute value. The server
-        checks that the model remains finite after adding the bound.
+        The server checks that the model remains finite after this step.
         """
         total = state["total"]
         if "buffer" not in state or not total > 0:
             return []
-        # A step moves each tensor along a unit vector, whose entries are at most 1, by the learning rate times the mean
-        # norm of the updates in this tensor. The bound uses the largest mean norm of all tensors.
-        return [[(self.step_size(state) * max(state["lengths"], default=0.0) / total, state["buffer"].sign())]]
+        rate = self.step_size(state)
+        steps = []
+        for direction, length in zip(state["buffer"].split(space.layout.sizes), state["lengths"], strict=True):
+            size = float(direction.double().norm())
+            steps.append(direction * (rate * length / total / size if size > 0 else 0.0))
+        return [[(1.0, torch.cat(steps))]]
 
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         check_points(self, update)

@@ -165,8 +165,19 @@ def test_directions_that_partly_cancel_do_not_block_later_updates():
     space = ParameterSpace.of_state_dict(state)
     server = Server(space, RadialDirectional(3), space.point(state))
     first = torch.eye(64)[0]
-    for client, rest in enumerate((1 - first, first - 1)):
-        send(server, client, 2e4 * (first + rest))
+    assert send(server, "a", torch.full((64,), 2e4)).accepted
+    assert not send(server, "b", 2e4 * (2 * first - 1)).accepted
     for client in range(6):
         assert send(server, client, torch.zeros(64)).reason == ""
     assert space.state_dict(server.model)["weight"].isfinite().all()
+
+
+def test_radial_directional_accepts_long_updates_with_small_entries():
+    """The bound of the next step is computed for each tensor, so that a long tensor does not limit the others."""
+    state = {"a": torch.zeros(10_000), "b": torch.zeros(4, dtype=torch.float16), "c": torch.zeros(10_000).half()}
+    space = ParameterSpace.of_state_dict(state)
+    server = Server(space, RadialDirectional(3), space.point(state))
+    move = torch.cat([torch.full((10_000,), 1e3), torch.ones(4), torch.full((10_000,), 1e4)])
+    for client in range(6):
+        assert send(server, client, move).accepted
+    assert space.state_dict(server.model)["c"].max() == 2e4

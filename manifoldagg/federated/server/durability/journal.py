@@ -163,7 +163,7 @@ class JournalWriter:
         self._state = state
         self._write_lock = OwnedLock()
         self._has_failed = self._needs_checkpoint = False
-        # All records before this LSN belong to calls that interrupted a write and have returned.
+        # The LSN after the records of calls that interrupted a write and returned before their records were written.
         self._nested_lsn = 0
         self._position: _Position | None = None
         self._close_segment: Callable[[], object] = int
