@@ -246,6 +246,13 @@ def speedup(task: str, method: str, delays: str = "measured") -> float:
     return float(np.exp(-np.mean(log_ratios(task, method, delays))))
 
 
+def largest_change(task: str) -> float:
+    """Return the largest factor between the times relative to FedAvg with measured and with fitted delays."""
+    methods = set(runs(task)["method"]) & set(runs(task, "lognormal")["method"])
+    means = [[np.mean(log_ratios(task, method, delays)) for delays in ("measured", "lognormal")] for method in methods]
+    return float(np.exp(max(abs(fitted - measured) for measured, fitted in means)))
+
+
 def asynchronous() -> list[str]:
     """Return the asynchronous methods of scenario A."""
     return [method for method in order() if not method.startswith(BASELINE)]
@@ -435,6 +442,7 @@ def render() -> dict[Path, str]:
         concurrency_tasks,
         extreme,
         final,
+        largest_change,
         loss_from_concurrency,
         number,
         percent,
