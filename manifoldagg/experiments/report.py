@@ -44,8 +44,8 @@ class LoggedRun:
     Attributes:
         folder: the folder of the report.
         evaluations: the evaluations of the server's model, in order.
-        client_accuracy: the accuracy for each client with held-out samples. All values belong to the same model, which
-            is the evaluated model with the highest overall accuracy.
+        client_accuracy: the accuracy for each client with held-out samples on which the metric is defined. All values
+            belong to the evaluated model with the highest overall accuracy.
     """
 
     folder: Path

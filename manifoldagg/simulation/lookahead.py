@@ -112,7 +112,8 @@ class Lookahead:
                 event = ahead.next()
             if isinstance(event, DispatchEvent):
                 if value is None:
-                    value = self._last_work.get(event.client) or self._task_cost(event.client)
+                    known = event.client in self._last_work
+                    value = self._last_work[event.client] if known else self._task_cost(event.client)
                 return ahead.submit(event.client, value), value
         except ArgumentError:
             return None

@@ -75,7 +75,8 @@ class RunResult:
         evaluations: the evaluations in order. The first one precedes update 1, and the last one follows all updates.
         trace: the record of the task of each update, (updates,). It contains the staleness in versions of the server's
             model.
-        client_accuracy: the accuracy of the best evaluated model, for each client with held-out samples.
+        client_accuracy: the accuracy of the best evaluated model, for each client with held-out samples on which the
+            metric is defined.
         seconds: the wall-clock time of the run in seconds, without evaluations.
         evaluation_seconds: the wall-clock time of the evaluations in seconds.
         starts: the evaluations of the clients' start models in order of dispatch. The list is empty without
