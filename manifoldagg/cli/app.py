@@ -77,6 +77,6 @@ def options(
 ) -> None:
     """Geometry for asynchronous federated optimisation.
 
-    The library maps stale client updates to the tangent space of the current model. It moves the model along the curve
-    that a client update describes, and it averages models.
+    The commands compare methods in simulations, report results, optimise the routing of tasks, merge checkpoints and
+    inspect the files of a server.
     """

@@ -176,8 +176,8 @@ def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
     """Return a correction that removes the component along the drift from every displacement.
 
     A displacement is the change of the client's model during training, and the drift is the change of the server's
-    model in that time. The result is an `OrthoCorrect` with `threshold=1`, which projects displacements at any angle to
-    the drift.
+    model in that time. The component is removed whether the two vectors agree or conflict. The result is an
+    `OrthoCorrect` with `threshold=1`.
 
     Args:
         granularity: `"model"` for one correction of the whole model, or `"tensor"` for a separate correction of each

@@ -159,8 +159,8 @@ class PendingBuffers:
         weight: the sum of the weights of the updates.
         total: the weighted sum of the returned buffers in float64, as one vector for each `BufferGroup` with the policy
             `"average"`. The vectors of the other groups are unused. With only one update, the tuple is empty.
-        latest: the buffers of the latest update. A buffer with the policy `"leave"` has the server's value. An integer
-            batch counter has the largest value so far.
+        latest: the buffers of the latest update, with two exceptions. Buffers with the policy `"leave"` are those of
+            the server. Each integer batch counter is the maximum over the updates.
         count: the number of updates.
     """
 

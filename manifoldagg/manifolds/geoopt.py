@@ -374,9 +374,9 @@ def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
 
 
 def _freeze_declared(manifold: Any, capabilities: Collection[str] | None, radius: float | None) -> FrozenGeooptManifold:
-    """Return an immutable copy of a `geoopt.Manifold` of a user-defined class.
+    """Return an immutable copy of a manifold whose class the user has derived from `geoopt.Manifold`.
 
-    Some methods of such a class may be wrong for its geometry. The caller therefore names the correct ones.
+    Such a class can inherit methods that are wrong for its geometry. Therefore, `capabilities` names the correct ones.
 
     Args:
         manifold: the manifold.

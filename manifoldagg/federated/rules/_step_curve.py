@@ -38,9 +38,9 @@ InnerProducts = Sequence[Sequence[float]]
 class StepCurve:
     r"""Curve along which a server step moves the model.
 
-    The curve starts at the current server model. Relative to this model, its other points are the displacements of an
-    update, after the correction for the drift of the server model. The options determine the shape of the curve, and
-    the point that a step with the size $\rho$ reaches.
+    The curve starts at the current server model $\Theta$. Its other points are $\Theta + u_k$, where the $u_k$ are the
+    corrected displacements of an update. The options determine the shape of the curve, and the point that a step with
+    the size $\rho$ reaches.
 
     Args:
         overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1, and `"extend"` follows the curve beyond

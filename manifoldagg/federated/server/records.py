@@ -151,8 +151,8 @@ def make_receipt(applied: AppliedUpdate) -> Receipt:
 def history_row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> HistoryRow:
     """Return a row of the server's history as a dictionary of plain Python values.
 
-    In the receipt, `buffered` is a boolean, and the row contains it as `buffered`. In the metrics of the rule,
-    `buffered` is the number of buffered updates, and the row contains it as `waiting`.
+    The entry `buffered` tells whether the update was buffered. The entry `waiting` is the number of buffered updates,
+    which the metrics of the rule contain under the name `buffered`.
 
     Example:
         >>> history_row("ward-7", 10, Receipt(True, "", 1, step=0.5), {"rate": 0.25, "buffered": 2.0})["waiting"]

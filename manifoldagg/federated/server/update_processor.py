@@ -182,12 +182,10 @@ class UpdateProcessor:
         return snapshot
 
     def notify_average(self) -> None:
-        """Pass each new version of the model to the average over all versions, in order.
+        """Update the average over the model's versions with each new version, in order.
 
-        If the average raises an exception, this method re-raises it:
-
-        - After an interrupt such as `KeyboardInterrupt`, the next call passes the same version again.
-        - After any other exception, the next call continues with the next version.
+        If the average raises an exception, this method raises it, and the next call continues with the next version. If
+        `KeyboardInterrupt` or another interrupt ends this method, the next call repeats the same version.
         """
         while self._averaging is not None and (pending := self._state.value.pending_notifications):
             failure = None
