@@ -153,7 +153,7 @@ def argmin(coefficients: Sequence[float]) -> float:
     """Return a parameter in [0, 1] at which a polynomial has its global minimum on this interval.
 
     The function compares the values of the polynomial at both ends of the interval and at all roots of its derivative.
-    The result is therefore exact up to the rounding of the coefficients.
+    The only errors are therefore rounding errors.
 
     Example:
         >>> round(argmin([1.0, -1.0, 2.0]), 12)
@@ -165,9 +165,9 @@ def argmin(coefficients: Sequence[float]) -> float:
 def find_sign_change(
     function: Callable[[Tensor], Tensor], low: Float64[Tensor, "*batch"], high: Float64[Tensor, "*batch"]
 ) -> Float64[Tensor, "*batch"]:
-    """Find a sign change of each of several functions, where each function has its own interval [`low`, `high`].
+    """Find a sign change for a batch of scalar functions, each in its own interval [`low`, `high`].
 
-    The function uses Chandrupatla's method. It combines inverse quadratic interpolation with bisection, so it converges
+    The search uses Chandrupatla's method. It combines inverse quadratic interpolation with bisection, so it converges
     fast and always terminates. If a function has the same sign at both ends of its interval, the result is `high` for a
     positive sign and `low` for a negative sign.
 

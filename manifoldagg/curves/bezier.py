@@ -231,7 +231,8 @@ class Bezier(BezierSpline):
 
         The parts are the curves $s \mapsto \iota(ts)$ and $s \mapsto \iota(t + (1 - t)s)$ for $s$ from 0 to 1. On a
         curved space, a part of a Bézier curve is in general not a Bézier curve itself. The returned curves then have
-        the correct end points, and their error is of third order in the size of the curve.
+        the correct end points, but only approximate the parts. If the distances between the control points are of order
+        $h$, the error is $O(h^3)$.
 
         Args:
             phi: control points (degree + 1, *space.shape).
@@ -272,15 +273,15 @@ class Bezier(BezierSpline):
         return torch.stack(before), torch.stack(after[::-1])
 
     def elevate(self, phi: Phi, times: int = 1) -> Points:
-        r"""Raise the degree of the curve by `times`, and return the control points of the new curve.
+        r"""Raise the degree of the curve, and return the control points of the new curve.
 
         The new curve is a `Bezier(space, degree + times)`. On a flat space, it is equal to the old curve. On a curved
         space, it only approximates the old curve between the same end points. If the distances between the control
         points are of order $h$, the error is $O(h^3)$.
 
-        The method raises the degree in steps of one. A step from degree n to n + 1 retains both ends. The n new inner
-        control points are $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$ for i = 1, …, n. Here, $\varphi_i$ are
-        the old control points, and $\gamma(x, y; s)$ is the point at the fraction $s$ of the geodesic from $x$ to $y$.
+        The method raises the degree in steps of one. A step from degree n to n + 1 retains both ends. Let $\varphi_i$
+        be the old control points, and let $\gamma(x, y; s)$ be the point at the fraction $s$ of the geodesic from $x$
+        to $y$. The new inner control points are $\gamma(\varphi_i, \varphi_{i-1}; \tfrac{i}{n+1})$ for i = 1, …, n.
 
         Args:
             phi: control points (degree + 1, *space.shape).

@@ -206,9 +206,10 @@ class Complex(Hull):
     def nearest(
         self, phi: Float[Tensor, "size ..."], point: Float[Tensor, "..."]
     ) -> tuple[Float64[Tensor, "..."], Float64[Tensor, "..."]]:
-        """Find the nearest point of the complex for each given point, as barycentric coordinates and a distance.
+        """Find the point of the simplicial complex that is nearest to each given point.
 
-        If several faces are equally near, the result is on the first of these faces.
+        The result contains the barycentric coordinates of the nearest points and their distances from the given points.
+        If several faces of the complex are equally near, the nearest point on the first of these faces is returned.
         """
         self._check_phi(phi)
         candidates = []
@@ -224,10 +225,10 @@ class Complex(Hull):
         return chosen[0], nearest
 
     def weights(self, x: Coordinates) -> Float64[Tensor, "..."]:
-        """Divide the barycentric coordinates `x` by their sum, which may differ from 1 by rounding errors.
+        """Convert barycentric coordinates `x` to float64, and divide them by their sum.
 
-        The result (*batch, V) in float64 contains one weight for each of the V vertices. The weighted mean of the
-        vertices is the point with the coordinates `x`.
+        The division corrects a sum that differs from 1 by rounding errors. The result (*batch, V) contains the weights
+        of the V vertices in their weighted mean.
 
         Raises:
             ArgumentError: if `x` does not contain barycentric coordinates, or no face contains all vertices with

@@ -1,6 +1,6 @@
-"""Trainable control points of an embedding, such as a curve of models.
+"""Trainable control points of a curve of models, or of another map from coordinates to models.
 
-The class `Control` selects the control points that a fit trains, and sets their initial values. The class `FreePoints`
+The class `Control` selects the control points to train, and sets their initial values. The class `FreePoints`
 represents the control points as parameters of an optimiser.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["Control", "FreePoints", "initial_points"]
 
 @dataclass(frozen=True)
 class Control:
-    r"""Settings of a fit for the inner control points of an embedding, such as a curve of models.
+    r"""Settings for training the inner control points of an embedding, such as a curve of models.
 
     The control points are a sequence of models that define the embedding. The inner control points are all of them
     except the first and the last one.
@@ -156,7 +156,7 @@ class FreePoints:
         return [{"params": [self.end, *starts], "lr": rate}, *inner]
 
     def set_gradients(self, derivative: Tensor) -> None:
-        """Set the `grad` of each trained parameter, given the gradient of the objective in the control points.
+        """Set the `grad` of each trained parameter, given the derivative of the objective.
 
         Args:
             derivative: the derivative (size, *shape) of the objective with respect to all control points.

@@ -1,7 +1,7 @@
 """Diagnostics of a curve in a loss landscape.
 
-The diagnostics are the loss barrier along the curve, the ratio of the losses on its chord to the losses on the curve,
-and the curvature. The chord is the straight line or geodesic between the ends of the curve.
+The diagnostics are the loss barrier along the curve, a comparison of the losses on the curve and on its chord, and the
+curvature. The chord is the straight line or geodesic between the ends of the curve.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class Barrier:
         fraction: the positions (m,) of these points, from 0 to 1. With `by="parameter"` in the function `barrier`, they
             are equal to `t`. With `by="length"`, they are fractions of the length of the curve.
         losses: the losses (m,) at the points on the curve.
-        chord: the losses (m,) on the chord, at the fractions `fraction` of its length.
+        chord: the losses (m,) on the chord, whose points are at the fractions `fraction` of the chord length.
     """
 
     t: Float64[Tensor, " m"]
@@ -60,7 +60,7 @@ class Barrier:
 
     @property
     def height(self) -> float:
-        r"""The barrier of the curve: the largest excess of the loss over the linear interpolation between both ends.
+        r"""The barrier of the curve: the largest excess of the loss over the linear interpolation between the two ends.
 
         Let $L(\lambda)$ be the loss at the position $\lambda$ on the curve, where 0 is the start and 1 is the end. The
         barrier is
@@ -350,9 +350,9 @@ def _turning_rate(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float
 
 
 def _joint_angles(curve: CurveEmbedding, phi: Tensor, t: Tensor, min_norm: float) -> Tensor:
-    """Compute the angles in [0, π] between the velocities of a piecewise curve before and after each joint.
+    """Compute the angle in [0, π] by which a piecewise curve turns at each joint `t`.
 
-    If one of the two speeds is below `min_norm`, the direction of this velocity is undefined, so the angle is set to 0.
+    If the speed before or after a joint is at most `min_norm`, the direction is undefined, and the angle is set to 0.
     """
     point = curve(phi, t)
     before = curve.velocity(phi, t - LEFT_OFFSET)

@@ -71,10 +71,10 @@ def parameter_at_distance(displacements: Float[Tensor, "n P"], rho: float, overs
 
 
 def parameter_at_distance_from_gram(inner: Gram, rho: float, overshoot: str = "clamp") -> float:
-    """Compute the result of `parameter_at_distance` from a Gram matrix, without checks of `rho` and `overshoot`.
+    """Find the first parameter at which a curve has a given distance from its start, using a Gram matrix.
 
-    The result is the first parameter at which a curve is `rho` chord lengths away from its start. The Gram matrix
-    contains the inner products of the vectors from the start to the other control points.
+    The distance is `rho` times the distance between both ends of the curve. The Gram matrix contains the inner products
+    of the vectors from the start to the other control points. The function does not check the other arguments.
 
     Args:
         inner: the Gram matrix (n, n).

@@ -73,9 +73,9 @@ class Embedding(abc.ABC):
     def path_coordinates(self, s: Float[Tensor, "*batch"]) -> Float[Tensor, "..."]:
         """Compute the coordinates $x(s)$ of the path from the first to the last control point of the embedding.
 
-        The embedding maps coordinates to models. It maps $x(0)$ to the first control point, and $x(1)$ to the last one.
-        The path $x$ between them is a geodesic in the space of coordinates. If the embedding is a curve, its coordinate
-        is the curve parameter, and $x(s) = s$.
+        The embedding maps coordinates to models. The model at $x(0)$ is the first control point, and the model at
+        $x(1)$ is the last one. The coordinates between them follow a geodesic in coordinate space. If the embedding is
+        a curve, its only coordinate is the curve parameter, so $x(s) = s$.
 
         Args:
             s: parameters (*batch,) in [0, 1].
@@ -144,10 +144,10 @@ class Embedding(abc.ABC):
     def pull_phi(
         self, phi: Float[Tensor, "size ..."], x: Coordinates, w: Float[Tensor, "..."]
     ) -> Float[Tensor, "size ..."]:
-        """Compute the derivative of a loss with respect to the control points `phi` (pullback).
+        """Compute the derivative of a loss with respect to the control points `phi`, by the chain rule.
 
-        The control points determine the models at the coordinates `x`. Given the derivative `w` of the loss with
-        respect to these models, the method applies the chain rule by one vector-Jacobian product.
+        The argument `w` is the derivative of the loss with respect to the models at the coordinates `x`. The method
+        computes the vector-Jacobian product of `w` and the map from the control points to these models.
         """
         pulled: Tensor = torch.func.vjp(lambda points: self(points, x), phi)[1](w)[0]
         return pulled

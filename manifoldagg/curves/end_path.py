@@ -15,11 +15,11 @@ __all__ = ["EndPath"]
 
 @dataclass(frozen=True)
 class EndPath(CurveEmbedding):
-    r"""The curve $s \mapsto \iota_\varphi(x(s))$ from the first to the last control point of an embedding.
+    r"""The curve of models from the first to the last control point of an embedding.
 
-    The embedding $\iota_\varphi$ maps coordinates to models, and the control points $\varphi$ define this map. The
-    coordinates $x(s)$ of the curve follow a geodesic in the space of coordinates. The method `path_coordinates` of the
-    embedding computes them.
+    An embedding $\iota_\varphi$ is a map from coordinates to models, with control points $\varphi$. The curve is
+    $s \mapsto \iota_\varphi(x(s))$, where the coordinates $x(s)$ follow a geodesic in coordinate space. The method
+    `path_coordinates` of the embedding computes $x(s)$.
 
     Args:
         embedding: an embedding with an end point.

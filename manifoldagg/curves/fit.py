@@ -328,10 +328,10 @@ class _Objective:
     def at_coordinates(
         self, phi: Tensor, batch: Any, step: int, coordinates: Iterable[tuple[float, Coordinates]]
     ) -> tuple[float, Tensor]:
-        """Compute the weighted mean of the losses at several coordinates, and the derivative of the objective.
+        """Compute the weighted mean loss at several coordinates, and the derivative of the regularised objective.
 
-        The derivative is with respect to the control points `phi`. The objective is the sum of the mean loss, the
-        proximal term and the volume regulariser of the fit.
+        The objective is the sum of this mean loss, the proximal term and the volume regulariser of the fit. Its
+        derivative is with respect to the control points `phi`.
         """
         mean = 0.0
         total = torch.zeros(())

@@ -56,9 +56,9 @@ class CurveEmbedding(Embedding):
     def acceleration(self, phi: Phi, t: Parameter) -> Points:
         r"""Compute the covariant acceleration $\nabla_{\iota'} \iota'$ of the curve $\iota$ at the parameter `t`.
 
-        The acceleration (*batch, *space.shape) is computed as the second derivative of $\log_{\iota(t)} \iota(t + s)$
-        with respect to s at s = 0. Both are equal, because the logarithm defines normal coordinates, whose Christoffel
-        symbols vanish at the centre $\iota(t)$.
+        The result (*batch, *space.shape) is the second derivative of $\log_{\iota(t)} \iota(t + s)$ with respect to
+        $s$ at $s = 0$. This derivative is equal to the covariant one, because the logarithm defines normal coordinates.
+        Their Christoffel symbols vanish at the centre $\iota(t)$.
 
         Cost: two nested Jacobian-vector products.
         """

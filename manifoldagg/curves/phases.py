@@ -1,8 +1,8 @@
 """The schedule of a fit: the batches of each step, early stopping, and the state for resuming.
 
-A fit learns an embedding, such as a curve of models, by gradient steps on its control points. It has two phases. The
-first phase trains only the last control point, as in the ordinary training of a model. The second phase trains all free
-control points, which are usually those between the first and the last one.
+A fit trains the control points of a curve of models, or of another map from coordinates to models. Each control point
+is a model. The fit has two phases. The first phase trains only the last control point, like an ordinary model. The
+second phase trains all free control points, which are usually those between the first and the last one.
 """
 
 import copy
@@ -23,11 +23,11 @@ __all__ = ["Phases", "Schedule"]
 
 @dataclass(frozen=True)
 class Phases:
-    """Settings for the two phases of a fit: their lengths, their order and their early stopping.
+    """Settings for the two phases of a fit: their lengths, whether they alternate, and their early stopping.
 
-    A fit learns the control points of an embedding, such as a curve of models. The first phase trains only the last
-    control point. The second phase trains all free control points, which are by default the points between the first
-    and the last one.
+    A fit trains the control points of a curve of models, or of another map from coordinates to models. The first phase
+    trains only the last control point. The second phase trains all free control points, which are by default the points
+    between the first and the last one.
 
     Args:
         epochs: the number of passes over the batches in the first and in the second phase.
@@ -82,14 +82,14 @@ class Phases:
 
 
 class Schedule:
-    """An iterable over the steps of a fit. Each step consists of its phase (0 or 1) and a batch.
+    """An iterable that yields the phase (0 or 1) and the batch of each step of a fit.
 
     A fit has two phases, which train different control points. By default, phase 1 starts after the end of phase 0.
     With the option `alternate`, the two phases alternate after each pass over the batches. Each phase has a limit,
     which is a number of steps or of passes. A phase ends before its limit if its losses reach a plateau.
 
-    To interrupt a fit, store the result of the method `state` between two steps. A new schedule that is created with
-    this state continues at the same position.
+    To interrupt a fit, store the result of the method `state` between two steps. To continue at the same position, pass
+    this result as the argument `resume` of a new `Schedule`.
 
     Args:
         batches: a re-iterable object, which is iterated once for each pass.
@@ -134,9 +134,10 @@ class Schedule:
     def record(self, loss: float) -> None:
         r"""Record the loss of the latest step, and end the current phase of the fit if its losses stop decreasing.
 
-        Let $n$ be the option `patience`. The phase ends if the running mean of its losses has not improved for $n$
-        steps. An improvement counts only if it exceeds the best mean so far, multiplied by the option `plateau`. Each
-        loss $\ell$ changes the running mean $a$ to $a + (\ell - a) / n$. If `patience` is `None`, no phase ends early.
+        Let $n$ be the option `patience`. Each loss $\ell$ changes the running mean $a$ to $a + (\ell - a) / n$. The
+        phase ends if this mean has not improved for $n$ steps. An improvement is a mean below $b - c |b|$, where $b$ is
+        the mean at the previous improvement and $c$ is the option `plateau`. If `patience` is `None`, no phase ends
+        early.
         """
         now = self.progress
         patience = self.phases.patience

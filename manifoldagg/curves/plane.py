@@ -200,10 +200,12 @@ class View:
     def of(cls, space: Manifold, phi: Tensor) -> "View":
         """Create a coordinate system with two axes, whose plane approximates several points.
 
-        The points `phi` have the shape (n + 1, *space.shape), and the first of them is the origin. The first axis is
-        the direction from the origin to the last point. If these two are equal, it is the direction to the point
-        farthest from the origin. The second axis is orthogonal to the first one, on the side of the point farthest from
-        the first axis. If all points are on one line, the second axis is zero.
+        The points `phi` have the shape (n + 1, *space.shape). The origin of the coordinate system is the first point.
+
+        - The first axis points from the origin to the last point. If these two are equal, the axis points to the point
+          that is farthest from the origin.
+        - The second axis is orthogonal to the first axis. It points to the side of the point that is farthest from the
+          first axis. If all points are on one line, the second axis is zero.
         """
         points = phi.double()
         center = points[0]

@@ -1,7 +1,7 @@
 """Geometric properties of a Bézier curve on a flat space, such as its minimum speed and its maximum curvature.
 
 These properties depend only on the distances and angles between the control points. The functions therefore represent
-the n + 1 control points by their coordinates in a basis of their span. Each of them then has at most n coordinates
+the n + 1 control points by their coordinates in a basis of their span. A control point then has at most n coordinates
 instead of the P parameters of a model, so the computations are much cheaper.
 """
 
@@ -34,11 +34,11 @@ Times = Float64[Tensor, "*times"]
 
 
 def coordinates(phi: Float[Tensor, "control ..."]) -> Control:
-    """Compute the coordinates of control points in an orthonormal basis of their span.
+    """Compute the coordinates of the control points `phi` in an orthonormal basis of their span.
 
     For n + 1 control points in P dimensions, the result has the shape (n + 1, min(n, P)). The first control point is
     the origin. Distances and angles are preserved up to rounding, even if the points are almost collinear. The result
-    has no derivatives.
+    is detached from the autograd graph.
 
     Cost: one pass over `phi`, without temporary memory of size P.
 
@@ -233,9 +233,9 @@ def _multiply(p: list[float], q: list[float]) -> list[float]:
 
 
 def _critical_parameters(polynomial: list[float], control: Control) -> Float64[Tensor, " times"]:
-    """Return parameters that are candidates for the extrema of a function on [0, 1].
+    """Return parameters at which a function on [0, 1] can have its minimum or maximum.
 
-    The argument `polynomial` has the same sign as the derivative of the function.
+    The argument `polynomial` has the same roots as the derivative of the function.
     """
     # An extremum is at a root of the polynomial or at an end of the interval. The grid contains both ends. It is also a
     # safeguard for double roots, at which the polynomial does not change its sign.

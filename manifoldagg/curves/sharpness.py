@@ -121,11 +121,11 @@ class ASAM:
 def sharpness_aware_gradient(
     space: Manifold, loss: Loss, theta: Point, batch: Any, sharpness: Sharpness | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""Compute the loss at the point $\theta$, and its derivative at the ascent point $\theta'$.
+    r"""Compute the loss at the point $\theta$, and the derivative for a step of sharpness-aware training.
 
-    Sharpness-aware training uses this derivative for its step from $\theta$. The ascent point is a point near $\theta$
-    with a larger loss, and the method `sharpness.perturb` selects it. The derivative there costs a second forward and
-    backward pass. On a curved space, the function transports the derivative from $\theta'$ to $\theta$.
+    This derivative is evaluated at the ascent point $\theta'$, a point near $\theta$ with a larger loss. The method
+    `sharpness.perturb` computes $\theta'$ from the derivative at $\theta$. The function therefore needs two forward and
+    backward passes. On a curved space, it transports the derivative from $\theta'$ to $\theta$.
 
     Args:
         space: the space of $\theta$.

@@ -256,10 +256,11 @@ class Simplex(Hull):
         return torch.where(solid, parts.prod(), 0.0)
 
     def log_volume_gradient(self, phi: Float[Tensor, "size ..."]) -> Float[Tensor, "size ..."]:
-        r"""Compute the gradient of `log_volume` with respect to the vertices.
+        r"""Compute the gradient of the logarithm of the simplex volume with respect to the vertices.
 
-        The gradient is $g = B^\top (E E^\top)^{-1} E$. The matrix $E = B \varphi$ contains the k edges from the first
-        vertex to the other vertices. The matrix $B$ computes these edges as differences of the vertices $\varphi$.
+        Let $E$ be the matrix of the k edges from the first vertex to the other vertices. The edges are differences of
+        the vertices $\varphi$, so $E = B \varphi$ for a constant matrix $B$. The gradient is
+        $g = B^\top (E E^\top)^{-1} E$.
 
         Returns:
             The gradient (k + 1, *space.shape) in the dtype of `phi`, without derivatives. It satisfies
@@ -394,10 +395,11 @@ def _nearest_on_simplex(vertices: Tensor, target: Tensor) -> Tensor:
 
 
 def _add_vertex_to_face(vertices: Tensor, target: Tensor, x: Tensor, vertex: int) -> Tensor:
-    """Add `vertex` to the active set of an active-set method, and return the new coordinates `x`.
+    """Perform one step of an active-set method that minimises the distance to `target`.
 
-    The active set contains the vertices with positive barycentric coordinates `x`. The step minimises the distance to
-    `target` over these coordinates. Vertices whose coordinates would become negative leave the set.
+    The active set contains `vertex` and all vertices with positive barycentric coordinates `x`. The step minimises the
+    distance over the coordinates of the set, and returns the new `x`. Vertices whose coordinates would become negative
+    leave the set.
     """
     # The vertices of the active set span the face of the simplex that contains x. The distance never increases.
     face = (x > 0).index_fill(0, torch.tensor(vertex), True)

@@ -202,11 +202,11 @@ class PathFit:
 
 
 class PathPoints:
-    """A polygon with m edges that approximates a path with K steps, such as the models of a training run.
+    """A polyline with m edges that approximates a path of K steps, such as the models of a training run.
 
-    For i = 0, …, m, vertex i is the point that the path reaches after i K / m steps. If this number is not an integer,
-    the vertex is interpolated along the geodesic between the points before and after it. The last vertex is bitwise
-    equal to the end of the path.
+    For i = 0, …, m, vertex i is the point of the path after step i K / m. If this number is not an integer, the vertex
+    is interpolated along the geodesic between the two adjacent points of the path. The last vertex is bitwise equal to
+    the end of the path.
 
     The method `observe` receives the points of the path one after another. The m + 1 vertices are the control points of
     `Piecewise(space, degree=1, pieces=m)`. The method `points` returns all of them except the first one.

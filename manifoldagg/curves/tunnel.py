@@ -121,9 +121,10 @@ class Tunnel(Embedding):
         return (1 + self._form.num_coordinates,)
 
     def on(self, space: Manifold, degree: int = 2) -> "Tunnel":
-        """Return a tunnel in `space` with the same options as this tunnel.
+        """Return a tunnel in the given `space`, with the options of this tunnel.
 
-        The degree of its curve remains the same. If this tunnel was created without a curve, the degree is `degree`.
+        Its curve has the same degree as the curve of this tunnel. The argument `degree` is used only if this tunnel has
+        no curve.
 
         Example:
             >>> from manifoldagg.manifolds import Flat
@@ -215,14 +216,16 @@ class Tunnel(Embedding):
     def check(self, phi: Phi) -> float:
         r"""Check that the tunnel around the curve with the control points $\varphi$ does not fold.
 
-        A tunnel of radius $r$ folds if $r |k(t)| \ge 1$ at some parameter $t$, where $k$ is the curvature vector of the
-        curve. The method returns $r \max_t |k(t)|$, which is below 1 if the check succeeds. The speed of the curve must
-        not be 0, because $k$ is then undefined. The method computes the minimum speed and the maximum curvature from
-        the roots of polynomials, and not on a grid. If r = 0, the tunnel is the curve itself, so every curve is valid.
+        A tunnel is a tube around the curve. A tunnel of radius $r$ folds if $r |k(t)| \ge 1$ at some parameter $t$,
+        where $k$ is the curvature vector of the curve. The method computes the maximum of $|k|$ from the roots of a
+        polynomial, so it does not miss any $t$. If r = 0, the tunnel is the curve itself, so every curve is valid.
+
+        Returns:
+            The number $r \max_t |k(t)|$, which is below 1.
 
         Raises:
-            ArgumentError: if `phi` has another shape or is not finite, or if the tunnel folds or the speed is 0 at a
-                parameter t. The message contains t.
+            ArgumentError: if `phi` has another shape or is not finite. Also if, at a parameter t, the tunnel folds, or
+                the speed is 0 and $k$ is therefore undefined. The message contains t.
         """
         self._require_flat("check")
         self._check_phi(phi)
@@ -396,9 +399,9 @@ class Tunnel(Embedding):
     def profile(
         self, phi: Phi, function: Function, *, points: int = 11, draws: int = 16, generator: Generator = None
     ) -> tuple[Float64[Tensor, " points"], Float64[Tensor, " points"], Float64[Tensor, " points"]]:
-        """Estimate the mean and the maximum of a function on each of several cross-sections of the tunnel.
+        """Estimate the mean and the maximum of a function on several cross-sections of the tunnel around a curve.
 
-        The method computes the estimates from random points that are uniformly distributed in the cross-section.
+        For each cross-section, the method evaluates the function at random points that are uniformly distributed in it.
 
         Args:
             phi: the control points.
@@ -420,7 +423,7 @@ class Tunnel(Embedding):
         return t.cpu(), values.mean(1), values.amax(1)
 
     def _sample_at(self, phi: Tensor, t: Tensor, generator: torch.Generator, *, by_volume: bool = False) -> Tensor:
-        """Draw random offsets ξ from the curve at given parameters `t`, and return the coordinates (t, ξ).
+        """Draw a random offset ξ for each curve parameter in `t`, and return the coordinates (t, ξ).
 
         By default, the offsets are uniformly distributed in a ball around 0. With `by_volume`, their density is
         proportional to the volume element of the tunnel.
@@ -534,7 +537,7 @@ class _SubspaceForm:
     """The coordinates (t, ξ) of a tunnel, a tube around a curve, within the span of the control points of the curve.
 
     The number t selects a point of the curve, and the vector ξ is the offset from this point, orthogonal to the curve.
-    The entries of ξ are components in an orthonormal basis that moves along the curve. They are relative to the
+    The entries of ξ are components in an orthonormal basis that moves along the curve. Their unit of length is the
     distance between the ends of the curve.
     """
 

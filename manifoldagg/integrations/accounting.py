@@ -2,8 +2,10 @@ r"""Privacy accounting: the parameters $(\varepsilon, \delta)$ of differential p
 
 The rule [`Private`][manifoldagg.federated.rules.Private] is a sequence of Gaussian mechanisms, each with the noise
 multiplier $\sigma$. For a client that contributes $n$ updates, the whole sequence is as private as one Gaussian
-mechanism with the noise multiplier $\sigma / \sqrt n$. Subsampling does not amplify the privacy, because the first
-clients to reply are not a uniform sample.
+mechanism with the noise multiplier $\sigma / \sqrt n$.
+
+Privacy amplification by subsampling does not apply. It requires a uniform sample of the clients, but an asynchronous
+server uses the clients that reply first.
 
 The functions use Google's library `dp-accounting`, which the extra `privacy` installs.
 """

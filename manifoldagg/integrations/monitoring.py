@@ -144,10 +144,10 @@ def to_tensorboard(writer: "SummaryWriter") -> Callback:
 
     The step of each scalar is the version of the model. The scalars are:
 
-    - `updates/NAME`, such as `updates/staleness`: a number about each accepted update. The name is `latency`, `seconds`
-      (the duration of the step), or a column of `Server.history`.
+    - `updates/NAME`: one value per accepted update. The name is `latency`, `seconds` (the duration of the step), or
+      a column of `Server.history`, such as `staleness`.
     - `rejected/FIELD`, such as `rejected/points`: the number of updates that were rejected because this field was
-      invalid, since the creation of the callback.
+      invalid. The count starts at 0 when the callback is created.
     - `memory/KIND`, such as `memory/versions`: the memory usage of the server in bytes, for one kind of data.
     - `tickets`: the number of tickets in flight.
 

@@ -20,13 +20,13 @@ __all__ = ["MemoryAccess", "check_no_alias"]
 class MemoryAccess:
     """The tensors that the optimizer step of one model writes and reads.
 
-    The tensors are stored in lists. Each list contains one tensor for each parameter of the model.
+    The tensors are stored in lists with one tensor for each parameter of the model.
 
     Attributes:
         names: the names of the parameters.
         writes: the lists that the step overwrites: the parameters, and each stored state such as a momentum.
-        reads: the lists that the step only reads, such as the gradients. An element that is not a list of tensors, such
-            as `None`, is ignored.
+        reads: the lists that the step only reads, such as the gradients. Values of other types, such as `None`, are
+            ignored.
     """
 
     names: Sequence[str]
@@ -35,11 +35,11 @@ class MemoryAccess:
 
 
 def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
-    """Check that no tensor that an optimizer step writes shares memory with another tensor of the step.
+    """Check that each tensor that an optimizer step overwrites has its own memory.
 
-    There is one exception. A tensor that the step only reads, such as a gradient, may be stored at the same addresses
-    as a written tensor of the same parameter and dtype. This is safe, because the step reads each element before it
-    overwrites it.
+    There is one exception. A tensor that the step only reads, such as a gradient, may have exactly the same addresses
+    as an overwritten tensor of the same parameter and dtype. This is safe, because the step reads each element before
+    it overwrites it.
 
     Args:
         accesses: the memory of each model that is updated.

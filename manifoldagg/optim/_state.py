@@ -71,10 +71,10 @@ def common(state: ParamState) -> dict[str, Any]:
 
 
 def uniform_across_params(states: Sequence[ParamState]) -> bool:
-    """Return whether the states of all parameters have entries with the same names and equal shared numbers.
+    """Return whether the optimizer states of all parameters are consistent with each other.
 
-    A shared number belongs to the whole model, such as the number of steps. The optimizer stores a copy of it in the
-    state of each parameter.
+    The states must have the same entry names. The state of each parameter also contains a copy of model-wide values,
+    such as the number of steps. These copies must be equal.
 
     Args:
         states: the stored state of each parameter.
@@ -94,10 +94,11 @@ def uniform_across_params(states: Sequence[ParamState]) -> bool:
 
 
 def rule_key(rule: Rule) -> int:
-    """Return an integer that identifies the class of a rule and the classes of the rules that it wraps.
+    """Encode the class name of an update rule, and those of the rules that it wraps, as an integer.
 
-    The bytes of the integer are the names of these classes in UTF-8.
+    The optimizer state contains this integer, so that the state of another rule can be rejected.
     """
+    # The bytes of the integer are the names in UTF-8.
     return _encode_string(_rule_name(rule))
 
 

@@ -1,7 +1,7 @@
-"""Validation of arrays with one number per client, and base classes for dataclasses that contain such arrays.
+"""Validation functions and base classes for routing, the assignment of tasks to clients.
 
-The arrays are the service rates of the clients and their shares of the tasks. The functions of this module return them
-as read-only float64 vectors. The base classes define `repr`, equality and hashes.
+The functions validate arrays with one number per client, such as service rates, and return read-only float64 vectors.
+The base classes define `repr`, equality and hashes for dataclasses with such vectors.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Adaptive routing, which adjusts the shares of the clients gradually during a run.
+"""Adaptive routing, which gradually adjusts each client's share of the tasks during a run.
 
 The best shares minimise a convergence bound, whose constants are unknown before the run. Adaptive routing therefore
 estimates these constants during the run.

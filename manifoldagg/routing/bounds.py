@@ -36,8 +36,8 @@ class Bound(ContentEquality, ShortRepr):
     """Base class for convergence bounds of asynchronous training, as functions of the routing.
 
     A routing assigns each client its share of the tasks. A convergence bound is an upper bound on the mean squared norm
-    of the gradient during a run, up to a factor. An object of this class stores the other constants of the bound, such
-    as the learning rate. Call the object with a routing to evaluate the bound.
+    of the gradient during a run, scaled by a factor that the subclass defines. A bound object stores the constants of
+    the formula, such as the learning rate. Call it with a routing to evaluate the bound.
 
     Args:
         rates: the service rates of the clients, (n,), in tasks per unit of time.
@@ -119,9 +119,9 @@ class Bound(ContentEquality, ShortRepr):
     def logit_gradient(self, theta: np.ndarray | Sequence[float]) -> np.ndarray:
         r"""Compute the gradient of the convergence bound with respect to the logits $\theta$ of a routing.
 
-        The logits define the shares $p = \operatorname{softmax}(\theta)$ of the routing, so an optimiser can vary them
-        without constraints. Let $g$ be the gradient of the bound with respect to $p$. Entry $j$ of the result is
-        $p_j (g_j - \langle p, g \rangle)$.
+        The logits define the shares $p = \operatorname{softmax}(\theta)$ of the routing. Unlike the shares, the logits
+        have no constraints, so an unconstrained optimiser can vary them. Let $g$ be the gradient of the bound with
+        respect to $p$. Entry $j$ of the result is $p_j (g_j - \langle p, g \rangle)$.
 
         Args:
             theta: the logits, (n,).
@@ -199,7 +199,7 @@ class Bound(ContentEquality, ShortRepr):
     def _formula(
         self, p: np.ndarray, concurrency: int, throughput: float, others: np.ndarray, means: np.ndarray
     ) -> float:
-        r"""Compute the convergence bound from the throughput and the mean queue lengths of the clients.
+        r"""Evaluate the formula of the subclass, given the throughput and the mean queue lengths.
 
         Args:
             p: the shares of the clients, (n,).
@@ -246,16 +246,18 @@ class Bound(ContentEquality, ShortRepr):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class UpdateBound(Bound):
-    r"""The convergence bound G, for runs with a limited number of updates.
+    r"""The bound G on the gradient norm, for runs with a limited number of updates.
 
-    Let f be the loss. The mean of $\| \nabla f \|^2$ over the updates of a run is at most $8\, G(p)$, where
+    G is an upper bound on $\frac18$ of the mean of $\| \nabla f \|^2$ over the updates of a run, where f is the loss.
+    Let $p_i$ be the share of the tasks that client i gets, and let $X_i$ be the number of other tasks at client i when
+    a task is dispatched. The bound is
 
     $$G(p) = \frac{A}{\eta (T+1)} + \frac{\eta L B}{n^2} \sum_i \frac{1}{p_i}
       + \frac{\eta^2 L^2 B m}{n^2} \sum_i \frac{E[X_i]}{p_i^2}, \quad X \sim \pi_{n,m-1}$$
 
-    Here, $p_i$ is the share of the tasks that client i gets, and $X_i$ is the number of other tasks at client i when a
-    task is dispatched. The stationary distribution of m - 1 tasks at n clients is $\pi_{n,m-1}$. The constants are the
-    gap A, noise B, smoothness L, learning rate $\eta$, concurrency m and number T of updates.
+    Here, $\pi_{n,m-1}$ is the stationary distribution of m - 1 tasks at n clients. The constants of the learning
+    problem are the gap A, the noise B and the smoothness L. The constants of the run are the learning rate $\eta$, the
+    concurrency m and the number T of updates.
 
     Args:
         rates: the service rates $\mu_i$ of the clients, (n,), in tasks per unit of time.

@@ -70,7 +70,7 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @property
     def throughput(self) -> float:
-        r"""The throughput $\lambda$: the number of tasks that all clients complete per unit of time.
+        r"""The throughput $\lambda$: the total number of tasks that the clients complete per unit of time.
 
         Each completed task is one update of the server model. Let $Z_{n,k}$ be the normalising constant of the
         stationary distribution for n clients and k tasks. With m tasks, $\lambda = Z_{n,m-1} / Z_{n,m}$.
@@ -82,18 +82,17 @@ class ClosedNetwork(ContentEquality, ShortRepr):
         """The mean relative delays $E[D_i]$ (n,) of the clients, in updates of the server model.
 
         The delay of a task is the number of updates that the server receives from other tasks while this task is in
-        progress. For a random task of the network, let $D_i$ be its delay if client i executes it, and 0 otherwise. The
-        mean delay of the tasks of client i alone is $E[D_i] / p_i$, where $p_i$ is the share of the tasks that the
-        client gets.
+        progress. $E[D_i]$ is the mean delay of the tasks of client i, multiplied by $p_i$, the client's share of all
+        tasks. The random variable $D_i$ is the delay of a task if client i executes it, and 0 otherwise.
 
-        $E[D_i]$ is equal to the mean number of other tasks at client i when a task is dispatched. The sum over all
-        clients is m - 1, where m is the number of tasks in the network.
+        $E[D_i]$ is also the mean number of other tasks at client i when a task is dispatched. The sum over all clients
+        is m - 1, where m is the number of tasks in progress.
         """
         return self._mean_value_steps[1]
 
     @property
     def mean_tasks(self) -> np.ndarray:
-        r"""The mean number $E[\xi_i]$ of queued and running tasks at each client, (n,).
+        r"""An array (n,) with the mean number $E[\xi_i]$ of queued and running tasks at each client.
 
         The sum over all clients is the number m of tasks in the network.
         """
@@ -101,10 +100,10 @@ class ClosedNetwork(ContentEquality, ShortRepr):
 
     @property
     def utilisation(self) -> np.ndarray:
-        r"""The fraction of the time in which each client is busy, (n,).
+        r"""An array (n,) with the fraction of the time in which each client is busy.
 
-        It is the probability $P(\xi_i > 0) = \lambda \rho_i$, where $\xi_i$ is the number of tasks at client i,
-        $\lambda$ is the throughput, and $\rho_i$ is the load of the client.
+        Entry i is $P(\xi_i > 0) = \lambda p_i / \mu_i$, where $\xi_i$ is the number of tasks at client i, and $\lambda$
+        is the throughput. The client gets the share $p_i$ of the tasks, and has the service rate $\mu_i$.
         """
         return _read_only(self._throughputs[-1] * self._loads)
 
@@ -112,11 +111,11 @@ class ClosedNetwork(ContentEquality, ShortRepr):
     def covariance(self) -> np.ndarray:
         r"""The covariance matrix (n, n) of the queue lengths of the clients at the dispatch of a task.
 
-        The queue length $X_i$ of client i is the number of its tasks, without the dispatched task. The matrix is also a
-        Jacobian: $\operatorname{Cov}[X_i, X_j] = \partial E[X_i] / \partial \log p_j$, where $p_j$ is the fraction of
-        the tasks that client j gets. It therefore shows how the mean queue lengths change with the routing.
+        The queue length $X_i$ is the number of tasks at client i. It does not include the dispatched task. The matrix
+        is also a Jacobian: $\operatorname{Cov}[X_i, X_j] = \partial E[X_i] / \partial \log p_j$, where $p_j$ is the
+        fraction of the tasks that client j gets. It therefore shows how the mean queue lengths change with the routing.
 
-        Source: Queue (7), with a corrected formula for E[X_i²].
+        Source: Queue (7). The code corrects the formula for E[X_i²] in the paper.
         """
         return _read_only(covariance(self._loads, self.concurrency - 1))
 

@@ -68,7 +68,7 @@ def uniform(clients: int | np.ndarray | Sequence[float]) -> np.ndarray:
 def balanced(rates: np.ndarray | Sequence[float]) -> np.ndarray:
     r"""Return shares that are proportional to the service rates of the clients, $p_i = \mu_i / \sum_j \mu_j$.
 
-    These shares maximise the throughput, the number of tasks that all clients complete per unit of time.
+    These shares maximise the throughput, the total number of tasks that the clients complete per unit of time.
 
     Args:
         rates: the service rates $\mu_i$ of the clients, (n,).

@@ -34,7 +34,7 @@ class Clients(ShortRepr):
     groups: tuple[str, ...]
 
     def members(self) -> dict[str, np.ndarray]:
-        """Return the indices of the clients in each group, by the name of the group.
+        """Return a dictionary from the name of each group to the indices of its clients.
 
         The groups are sorted by their first occurrence in the list of clients.
         """
@@ -43,7 +43,9 @@ class Clients(ShortRepr):
 
 @dataclass(frozen=True, repr=False)
 class Group(ShortRepr):
-    """Means over the clients of a group, for one routing of tasks to clients.
+    """A summary of a group of clients: the means of several quantities over the group, for one routing.
+
+    A routing assigns each client its share of the tasks.
 
     Attributes:
         name: the name of the group.
@@ -51,7 +53,7 @@ class Group(ShortRepr):
         rate: the mean service rate of a client, in tasks per unit of time.
         share: the mean share of the tasks that a client gets.
         queue: the mean number of tasks at a client.
-        delay: the mean delay of a client in updates of the server model, as in `ClosedNetwork.relative_delay`.
+        delay: the mean of `ClosedNetwork.relative_delay`, in updates of the server model.
     """
 
     name: str

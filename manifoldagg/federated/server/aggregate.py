@@ -263,8 +263,8 @@ def aggregate_step(
 ) -> StepResult:
     """Apply one aggregation step as in `aggregate`, and also return whether the step changed the model.
 
-    The function warns if the update looks like a difference of two models. `difference_option` is the option that the
-    warning recommends for such an update.
+    If the update looks like the difference of two models but `info` does not declare a difference, the function warns.
+    The warning recommends `difference_option`, which is the argument that declares a difference.
     """
     if isinstance(space, ParameterSpace) and space.personal:
         current, base, update, out = [_shared(space, model) for model in (current, base, update, out)]

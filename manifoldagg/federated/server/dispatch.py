@@ -77,7 +77,7 @@ class TicketIssuer:
         return issued
 
     def round_base(self, current: Tensor) -> Tensor | None:
-        """Round a model to `base_dtype`, the narrower dtype of the models from which clients start.
+        """Round the server's model to `base_dtype`, the dtype in which clients receive it.
 
         Return `None` if `base_dtype` is not set, or if a value overflows in this dtype.
         """

@@ -26,7 +26,7 @@ class Event:
 
     Attributes:
         version: the version of the server's model after the event.
-        in_flight: the number of tickets in flight after the event.
+        in_flight: the number of tickets in flight after the event. Each ticket permits a client to return one update.
     """
 
     version: int
@@ -82,11 +82,11 @@ class Rejected(Event):
 
     Attributes:
         client: the client of the ticket. `None` if the ticket is unknown.
-        ticket: the id of the ticket. `None` if the ticket is unknown.
-        field: the invalid field, as in `Server.rejected`.
-        reason: the reason in the receipt.
+        ticket: the id of the ticket, which permits a client to return one update. `None` if the ticket is unknown.
+        field: the name of the invalid field of the update, such as `"points"`.
+        reason: the reason for the rejection, as in the server's answer to the client.
         latency: the time from the dispatch to the arrival of the update in seconds, measured by the server's clock. NaN
-            if the ticket is not in flight.
+            if the ticket is unknown or already closed.
         is_final: whether the rejection has closed the ticket. Otherwise, the client may send another update.
     """
 

@@ -82,8 +82,8 @@ def warn_if_difference(
     """Warn if an update looks like a difference of two models instead of a model.
 
     The function warns if every tensor of the update has a much smaller norm than the same tensor of the model from
-    which the client started. Call it before the validation of buffers. A difference often contains negative variances,
-    and the validation would reject them with a less helpful message.
+    which the client started. Call it before the validation of buffers, which may also reject a difference, but with
+    a less helpful message.
 
     Args:
         name: the argument that contains the update, for the message.

@@ -42,11 +42,11 @@ class OwnedLock:
 
 
 class PendingUpdate:
-    """Update that is being processed in a call to `Server.receive`.
+    """Update that a call to `Server.receive` is processing.
 
     Attributes:
-        ticket: the id of the ticket.
-        thread: the id of the calling thread.
+        ticket: the id of the ticket, which permits a client to return this update.
+        thread: the id of the thread that called `receive`.
         position: the position in the queue of updates. `None` until the update is enqueued.
         alive_lock: a lock that the calling thread owns until the call has returned or raised an exception. Other
             threads test this lock to find out whether the call is still running.

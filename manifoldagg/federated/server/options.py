@@ -46,7 +46,7 @@ class InitialModel(KeywordHints):
 
 @dataclass(frozen=True)
 class ServerLimits(KeywordHints):
-    """Limits of a server: the requirements for each update, and the largest numbers of tickets and stored records.
+    """Limits of a server: for each update, for the number of tickets, and for the number of stored records.
 
     A ticket permits a client to return one update. A limit that is `None` is disabled.
 
@@ -90,7 +90,7 @@ class ServerLimits(KeywordHints):
 
     @classmethod
     def of(cls, limits: "ServerLimits | UpdateLimits") -> "ServerLimits":
-        """Convert an `UpdateLimits` to a `ServerLimits`, in which all other limits have their defaults.
+        """Convert an `UpdateLimits` to a `ServerLimits`, in which all other limits have their default values.
 
         A `ServerLimits` is returned unchanged. Values of other types raise `ArgumentError`.
         """

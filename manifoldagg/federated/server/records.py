@@ -96,8 +96,8 @@ class LogRecord(NamedTuple):
 
     Attributes:
         kind: the kind of the change, such as `"dispatched"`.
-        content: the data from which a server can repeat the change, such as the id of a ticket.
-        payload: the client's update as bytes. It is empty unless the change is an accepted update.
+        content: the details that a server needs to repeat the change, such as the id of a ticket.
+        payload: the client's update as bytes, if the change is an accepted update. Otherwise, it is empty.
     """
 
     kind: str
@@ -151,13 +151,14 @@ def make_receipt(applied: AppliedUpdate) -> Receipt:
 def history_row(client: Hashable, samples: int, receipt: Receipt, numbers: Mapping[str, float]) -> HistoryRow:
     """Return a row of the server's history as a dictionary of plain Python values.
 
-    The entry `buffered` tells whether the update was buffered. The entry `waiting` is the number of buffered updates,
-    which the metrics of the rule contain under the name `buffered`.
+    The entry `buffered` tells whether the update was added to a buffer. The entry `waiting` is the number of updates in
+    this buffer.
 
     Example:
         >>> history_row("ward-7", 10, Receipt(True, "", 1, step=0.5), {"rate": 0.25, "buffered": 2.0})["waiting"]
         2
     """
+    # The receipt and the metrics of the rule use the name `buffered` with different meanings.
     count = numbers.get("buffered", 0)
     waiting = int(count) if math.isfinite(count) else 0
     line = {"client": client, "samples": samples, **vars(receipt), "waiting": waiting}

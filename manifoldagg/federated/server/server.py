@@ -656,8 +656,8 @@ class Server:
     def on_event(self, callback: Callback) -> Callable[[], None]:
         """Subscribe a callback to all later events of the server, such as accepted updates.
 
-        The server calls the callback before the method that caused the event returns. A slow callback therefore delays
-        the methods of the server. If a callback raises an exception, the server logs it and continues.
+        The server's methods, such as `receive`, call the callback synchronously, so a slow callback delays them. If a
+        callback raises an exception, the server logs it and continues.
         For the order of events, and for the effects of concurrent calls and interrupts, see
         [`EventDispatcher`][manifoldagg.federated.server.durability.subscriptions.EventDispatcher].
 
@@ -699,7 +699,9 @@ class Server:
         return check_parameter_space(self.space).state_dict(now.current, now.buffers or None)
 
     def spec(self) -> dict[str, Any]:
-        """Return the specification of the parameter space as JSON values. A client can build an equal space from it.
+        """Return a description of the parameter space that can be encoded as JSON.
+
+        A client can create the same space from it with `ParameterSpace.of_spec`.
 
         Raises:
             ArgumentError: if the space is not a `ParameterSpace`, or if a parameter has a manifold that another package
@@ -718,8 +720,8 @@ class Server:
         """Return the sample count that serves as the weight of a client in a mean over clients.
 
         If the server's option `weights` is a mapping, the method returns the client's count in this mapping. Otherwise,
-        it returns the reported count `samples`, capped at `UpdateLimits.samples_factor` times the median count of the
-        other clients.
+        it returns the reported count `samples`, but at most the median count of the other clients multiplied by
+        `UpdateLimits.samples_factor`.
         """
         weights = self._state.value.weights
         # `Weights` caps a count only if its kind is "observed", but this method also caps counts for uniform weights.
@@ -758,9 +760,9 @@ class Server:
 
     @property
     def orphaned_tickets(self) -> list[str]:
-        """The ids of the tickets that were issued before the server was resumed and are still in flight.
+        """The ids of the open tickets that were issued before the server was resumed, with the oldest ticket first.
 
-        The oldest ticket comes first.
+        A ticket permits a client to return one update.
         """
         return [name for name in self.tickets if name in self._restored_tickets]
 
@@ -768,8 +770,9 @@ class Server:
     def history(self) -> list[HistoryRow]:
         """The latest accepted updates as dictionaries, for example for a pandas data frame.
 
-        Each dictionary contains the client, the sample count, the fields of the receipt and the metrics of the rule.
-        The option `ServerLimits.history_size` limits the number of updates in the history.
+        Each dictionary contains the client, the sample count, the fields of the receipt (the server's answer to the
+        update) and the metrics of the rule. The option `ServerLimits.history_size` limits the number of updates in the
+        history.
         """
         return [dict(row) for row in self._state.value.history.values()]
 
@@ -797,8 +800,9 @@ class Server:
         The method first waits for a running update. While it writes the file, the server can apply further updates. An
         existing file is replaced atomically.
 
-        If the server has a journal, `save` deletes the journal records that the checkpoint replaces. However, if the
-        server writes automatic checkpoints to another path, those checkpoints need the records, so `save` keeps them.
+        If the server has a journal, `save` deletes the records of the changes that the checkpoint contains. However, if
+        the server writes automatic checkpoints to another path, `save` keeps all records, because resuming from an
+        automatic checkpoint requires them.
 
         Args:
             path: the path of the file. `None` means the path of the automatic checkpoints. At this path, `save` also
@@ -829,10 +833,10 @@ class Server:
         return self._updates.snapshot()
 
     def close(self) -> None:
-        """Close the server: drop all tickets, delete the client states, and close all files.
+        """Close the server: cancel all tickets, delete the client states, and close all files.
 
-        The method waits for a running update and for a checkpoint that is being written. You can still read the model,
-        the receipts and the history of a closed server.
+        If an update or the write of a checkpoint is still running, the method waits for it to finish. You can still
+        read the model, the receipts and the history of a closed server.
 
         Raises:
             ArgumentError: if the method is called within an update or a journal write.

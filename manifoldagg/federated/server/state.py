@@ -135,7 +135,7 @@ class ServerState(NamedTuple):
         return after.with_event(Dispatched, client=ticket.client, ticket=ticket_id, start_version=ticket.version)
 
     def admit(self, ticket_id: Any, client: Any) -> PendingTicket | Receipt:
-        """Return the ticket of an update, or its receipt if the server has already answered the update.
+        """Look up the ticket with which a client returns an update, and check that it is valid.
 
         Args:
             ticket_id: the id of the ticket.
@@ -173,7 +173,10 @@ class ServerState(NamedTuple):
     def without_stale_versions(self, keys: Iterable[StoreKey]) -> "ServerState":
         """Remove the stored models whose staleness exceeds `max_staleness`, and return the new state.
 
-        The server rejects all updates that start from such a model. The method checks only the models under `keys`.
+        These models are no longer needed, because the server rejects all updates that start from them.
+
+        Args:
+            keys: the keys of the store whose models the method checks.
         """
         held = self.store.entries
         stale = [key for key in keys if key in held and key[0] != "client" and self._is_stale(cast(int, key[1]))]
@@ -375,7 +378,7 @@ class ServerState(NamedTuple):
     def with_rejection(
         self, ticket_id: Any, reason: str, received_at: float, *, is_final: bool = False, norms: Norms | None = None
     ) -> tuple["ServerState", Receipt]:
-        """Return the state after the rejection of an update, and the receipt for the client.
+        """Record that an update was rejected. Return the new server state and the receipt for the client.
 
         The new state counts the rejected updates for each invalid field, such as `"points"`.
 
@@ -415,9 +418,10 @@ class ServerState(NamedTuple):
         return state, receipt
 
     def without_expired(self, now: float, exclude: Collection[str] = ()) -> tuple["ServerState", list[str]]:
-        """Return the state without the tickets that have expired at the time `now`, and the ids of these tickets.
+        """Remove expired tickets. Return the new server state and the ids of the removed tickets.
 
-        The tickets in `exclude` do not expire, because the server is already processing their updates.
+        A ticket permits a client to return one update. It expires if the update does not arrive in time. The tickets in
+        `exclude` do not expire, because the server is already processing their updates.
         """
         timeout = self.limits.timeout
         # Most calls find no expired ticket. Checking the oldest ticket first takes constant time.

@@ -12,7 +12,7 @@ __all__ = ["UpdateInfo"]
 
 @dataclass(frozen=True)
 class UpdateInfo(KeywordHints):
-    r"""Properties of a client's update that [`aggregate`][manifoldagg.aggregate] needs in addition to the models.
+    r"""Information about a client's update for [`aggregate`][manifoldagg.aggregate], such as its weight.
 
     Args:
         client: the name of the client. Rules with client states need it.

@@ -41,7 +41,7 @@ class Request(NamedTuple):
     Attributes:
         ticket_id: the id of the ticket, which permits the client to return one update.
         client: the client that returns the update, or `ANY_CLIENT`.
-        names: a mapping from the fields of the update to the names of the caller's arguments, for error messages.
+        names: the caller's argument name for each field of the update. Error messages use these names.
         received_at: the time of the call, in seconds of the server's clock.
     """
 
@@ -52,7 +52,7 @@ class Request(NamedTuple):
 
 
 class UpdateProcessor:
-    """Processor that validates the updates of clients, applies one update at a time, and publishes the results.
+    """Processor of clients' updates. It validates them, and applies them to the server's model one at a time.
 
     Args:
         core: the parts of the server.
@@ -182,10 +182,10 @@ class UpdateProcessor:
         return snapshot
 
     def notify_average(self) -> None:
-        """Update the average over the model's versions with each new version, in order.
+        """Add the new versions of the model to the average over all versions, in order.
 
-        If the average raises an exception, this method raises it, and the next call continues with the next version. If
-        `KeyboardInterrupt` or another interrupt ends this method, the next call repeats the same version.
+        If adding a version fails, the method re-raises the exception, and the next call skips this version. If an
+        interrupt such as `KeyboardInterrupt` ends the method, the next call starts again with the same version.
         """
         while self._averaging is not None and (pending := self._state.value.pending_notifications):
             failure = None

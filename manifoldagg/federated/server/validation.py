@@ -162,8 +162,8 @@ class PayloadSchema:
     def check_values(self, field: str, tensor: Tensor, *, is_point: bool = True) -> Tensor:
         """Check the values of a tensor in a client's update, and return the tensor.
 
-        - If the tensor contains models of a curved space, these models must be on the manifold.
-        - Otherwise, the values must be finite. The method skips this check if the aggregation rule itself makes it.
+        - If the tensor contains points of a curved manifold, they must be on the manifold.
+        - Otherwise, the values must be finite. The method skips this check if the aggregation rule performs it.
 
         Args:
             field: the name of the tensor in the update.

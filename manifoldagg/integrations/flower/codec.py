@@ -108,7 +108,7 @@ class MessageCodec:
     def model(self) -> ArrayRecord:
         """Return the current model as a Flower `ArrayRecord`.
 
-        If an earlier message contained the same version of the model, the record reuses the arrays of this message.
+        If an earlier message already contained the current version, the record shares the arrays of that message.
         """
         packed = self._packed
         if packed is None or not packed.is_current or packed.ticket.version != self._server.version:

@@ -79,15 +79,12 @@ class _EvalTask(NamedTuple):
 
 
 class _Isolation:
-    """Set of isolated nodes. The dispatcher fetches each reply of an isolated node in a call of its own.
+    """Set of nodes that have sent unreadable replies. The dispatcher fetches their replies one at a time."""
 
-    One call of Flower can fetch the replies of many nodes. If Flower cannot parse one of these replies, all of them may
-    be lost. The dispatcher therefore isolates a node that has sent an unreadable reply.
-
-    The first isolation ends after two readable replies of the node. Each further unreadable reply starts an isolation
-    of twice the length. A node that alternates between readable and unreadable replies therefore rarely causes the loss
-    of other replies.
-    """
+    # One call of Flower can fetch the replies of many nodes. If Flower cannot parse one of these replies, all of them
+    # may be lost. Therefore, the dispatcher isolates a node that has sent an unreadable reply. The first isolation ends
+    # after two readable replies of the node. Each further unreadable reply doubles this number, up to a maximum. A node
+    # that alternates between readable and unreadable replies therefore rarely causes the loss of other replies.
 
     def __init__(self) -> None:
         # The number of readable replies after which the isolation of each node ends.

@@ -102,8 +102,8 @@ class TrainingLoop(Strategy):
     ) -> Result:
         """Train the model for a number of rounds.
 
-        An exception, such as `KeyboardInterrupt` or an error in `evaluate_fn`, ends the run. The strategy then writes
-        the checkpoint before it raises the exception again.
+        An exception, such as `KeyboardInterrupt` or an error in `evaluate_fn`, ends the run. In this case, the method
+        writes the checkpoint and then re-raises the exception.
 
         Args:
             grid: the grid of the `ServerApp`.

@@ -148,11 +148,11 @@ def _is_short(name: str) -> bool:
 
 @dataclass
 class _Limits:
-    """Numbers of metrics and values that `bounded_metrics` may still add to its result.
+    """Remaining capacity for metrics in the result of `bounded_metrics`.
 
     Attributes:
-        names: the remaining number of metrics, each of which has one name.
-        values: the remaining total number of values in these metrics.
+        names: the number of metrics that may still be added.
+        values: the total number of values that these metrics may have.
     """
 
     names: int

@@ -85,8 +85,8 @@ class Nodes(Generic[Work]):
     def enqueue(self, node: int, work: Work, *, priority: bool = False) -> None:
         """Queue a task for a connected node.
 
-        Tasks with `priority` have their own queue. If both queues contain tasks, the node receives tasks from them in
-        turn.
+        Tasks with `priority` have their own queue. If both queues contain tasks, the node receives tasks from the two
+        queues alternately.
         """
         (self._nodes[node].priority_queue if priority else self._nodes[node].queue).append(work)
 

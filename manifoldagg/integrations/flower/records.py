@@ -89,7 +89,9 @@ def codec_to_record(codec: Codec | None) -> dict[str, ConfigRecord]:
 
 
 def codec_from_record(content: RecordDict) -> Codec | None:
-    """Return the codec with which a node must encode its update. If the message requests no codec, return `None`.
+    """Return the codec with which the receiver of a message must encode its update.
+
+    If the message requests no codec, return `None`.
 
     Raises:
         ArgumentError: if this version of the library does not have the codec.
@@ -138,9 +140,9 @@ def bytes_to_record(data: bytes) -> ArrayRecord:
 
 
 def record_to_bytes(content: RecordDict) -> bytes | None:
-    """Return the bytes in the wire format that `bytes_to_record` has stored in a Flower message.
+    """Extract the encoded bytes from a Flower message. This function is the inverse of `bytes_to_record`.
 
-    If the message contains no such bytes, return `None`.
+    If the message contains no encoded bytes, return `None`.
     """
     record = content.array_records.get(RECORD_KEY)
     array = None if record is None else record.get(ENTRY_NAME)

@@ -23,14 +23,14 @@ METRICS_DROPPED = "metrics dropped"
 
 
 class RunReport:
-    """Report that logs and counts the rejected updates and the failed tasks of a run.
+    """Logger and counter of the rejected updates and the failed tasks of a run.
 
     - An update is rejected if a node has replied but the server has not accepted the reply.
     - A task fails if the node raises an exception, sends an unreadable reply, or does not reply in time.
 
-    To keep the log short, the report logs only the 1st, 2nd, 4th, 8th, 16th, ... rejection of each node. It also logs
-    the first rejection of a node for each invalid field. It limits training failures and evaluation failures in the
-    same way, with separate counts. At the end of a round, one line counts the events that were not logged.
+    To keep the log short, the class logs only the 1st, 2nd, 4th, 8th, 16th, ... rejection of each node. It also logs
+    the first rejection of a node for each invalid field. The same applies to training failures and to evaluation
+    failures, which are counted separately. At the end of a round, one line counts the events that were not logged.
 
     Example:
         >>> report = RunReport()
@@ -126,10 +126,9 @@ class RunReport:
         return found | ({"received-bytes": self._num_bytes} if self._num_bytes else {})
 
     def extend(self, metrics: MetricRecord | None, accepted: int) -> MetricRecord:
-        """Add the server's counts for the current round to the aggregated metrics of the nodes.
+        """Combine the nodes' aggregated metrics with the server's counts, such as the number of rejected updates.
 
-        The method `metrics` returns these counts, such as the number of rejected updates. If a metric and a count have
-        the same name, the result contains the metric.
+        The counts cover the current round. If a metric and a count have the same name, the result contains the metric.
 
         Args:
             metrics: the aggregated metrics of the nodes. `None` means no metrics.

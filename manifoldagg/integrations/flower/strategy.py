@@ -241,10 +241,10 @@ class Asynchronous(TrainingLoop):
     def aggregate_train(
         self, server_round: int, replies: Iterable[FlowerMessage]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Process the replies of nodes. If the round has ended, return the new model and the metrics of the round.
+        """Process replies of nodes in a training round, and return the new model if the round has ended.
 
         The training loop calls this method with one reply at a time. To end a round early, for example after a timeout,
-        it calls the method without replies.
+        the loop passes an empty list of replies.
 
         Args:
             server_round: the current round.
@@ -312,10 +312,7 @@ class Asynchronous(TrainingLoop):
         return self.evaluate_metrics_aggr_fn(found, self.weighted_by_key) if found else None
 
     def _with_capped_samples(self, contents: Iterable[tuple[int, RecordDict]]) -> list[RecordDict]:
-        """Replace the reported sample counts in replies by limited ones, for a weighted mean.
-
-        Replies without a valid sample count are omitted.
-        """
+        """Cap the sample counts in the nodes' replies, and omit replies without a valid count."""
         found = []
         for node, content in contents:
             samples = sample_count(content, self.weighted_by_key)

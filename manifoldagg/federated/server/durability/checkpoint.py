@@ -184,11 +184,10 @@ class LoadedCheckpoint:
 
     @property
     def replay_limits(self) -> ServerLimits:
-        """The limits for a journal replay: the saved limits without those on the norm and the cosine of an update.
+        """The limits for a journal replay: the saved limits, without those on the norm and direction of an update.
 
-        The cosine compares the direction of an update with the change of the server's model since the client started.
-        A replay must accept every update that the original run accepted. However, different rounding on another
-        processor may move a norm or a cosine just beyond its limit.
+        A replay must accept every update that the original run accepted. On another processor, however, different
+        rounding may move the norm or the direction of an update just beyond its limit.
         """
         limits = self.limits
         update = replace(
@@ -201,10 +200,9 @@ class LoadedCheckpoint:
         return replace(limits, update=update)
 
     def with_replayed(self, tree: dict[str, Any]) -> "LoadedCheckpoint":
-        """Return a checkpoint with the state of the server after a journal replay.
+        """Return a copy of this checkpoint that contains the state of the server after a journal replay.
 
-        The new checkpoint has the clock and the options of this checkpoint. During the replay, the server uses another
-        clock and weaker limits, which must not be saved.
+        The copy keeps the original clock and options, which the server changes only for the duration of the replay.
 
         Args:
             tree: the content of a checkpoint of the server after the replay, as `ServerSnapshot.tree` returns it.

@@ -21,10 +21,10 @@ LOG = logging.getLogger("manifoldagg")
 
 @dataclass(frozen=True)
 class CheckpointPolicy(KeywordHints):
-    """Policy that defines when and where a server writes automatic checkpoints.
+    """Policy for automatic checkpoints of a server.
 
-    The server writes a checkpoint after a number of updates or after a time in seconds. If you pass both, it writes a
-    checkpoint as soon as one of them is reached.
+    The server writes a checkpoint after a number of updates, after a time in seconds, or after whichever of the two
+    comes first.
 
     Args:
         path: the path of the file in an existing folder. Older files are named `path.1`, `path.2` and so on.

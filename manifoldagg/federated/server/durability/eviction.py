@@ -1,4 +1,4 @@
-"""Memory limit of a server: if its models and client states need more memory, the oldest are moved to files."""
+"""Memory limit of a server. If it is exceeded, the server moves the oldest models and client states to files."""
 
 import ctypes
 import logging

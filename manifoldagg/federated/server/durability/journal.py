@@ -233,10 +233,13 @@ class JournalWriter:
             self._write_until(log.records.next_index)
 
     def rotate(self, lsn: int) -> None:
-        """Start a new journal file after a checkpoint, and delete the older files that the checkpoint replaces.
+        """Start a new journal file after a checkpoint, and delete the old journal files that are no longer needed.
 
-        The checkpoint contains all changes before the log sequence number `lsn`. An error is logged and not raised,
-        because the checkpoint is already written and the older files remain valid.
+        A journal file is no longer needed if the checkpoint contains all its changes. If writing fails, the method logs
+        the error and does not raise it, because the server can still be resumed from the existing files.
+
+        Args:
+            lsn: a log sequence number. The checkpoint contains all changes before it.
         """
         with self._write_lock.lock:
             at = self._position
@@ -302,8 +305,9 @@ class JournalWriter:
         self._has_failed = False
 
     def _is_behind(self, lsn: int) -> bool:
-        """Return whether records before `lsn`, or of calls that interrupted a write, are not yet written."""
+        """Return whether a record before the log sequence number `lsn` is not yet written."""
         position = self._position
+        # `_nested_lsn` includes the records of calls that interrupted a write.
         return position is not None and position.next_lsn < max(lsn, self._nested_lsn)
 
     def _write_until(self, lsn: int) -> None:

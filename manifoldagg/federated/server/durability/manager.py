@@ -134,8 +134,8 @@ class DurabilityManager:
     def check_idle(self) -> None:
         """Check that the current thread is not in the middle of a journal write.
 
-        A signal handler or a finaliser may interrupt its thread during a journal write. If it then waits for an update
-        in another thread, and that update waits for the journal, the two threads are in a deadlock.
+        This can happen in a signal handler or a finaliser that interrupts the write. The handler must not wait for an
+        update in another thread. That update may itself wait for the end of the write, which would be a deadlock.
 
         Raises:
             ArgumentError: if the current thread is writing to the journal.
@@ -158,12 +158,10 @@ class DurabilityManager:
         return ServerSnapshot(core, core.state.value, self._options, core.clock(), stored, rotate)
 
     def maybe_write_checkpoint(self) -> None:
-        """Start a checkpoint in the background if one is due.
-
-        A checkpoint also contains the average over the successive models of the server. If the latest model is missing
-        from this average, the checkpoint is postponed.
-        """
+        """Start to write a checkpoint in the background if one is due."""
         state = self._core.state.value
+        # A checkpoint also contains the average over the model versions. It must include the latest version, so the
+        # method starts no checkpoint before the average has received all versions.
         if self.checkpoints is not None and not state.pending_notifications and not state.is_closed:
             self.checkpoints.maybe_write(state.history.next_index, self.make_snapshot)
 

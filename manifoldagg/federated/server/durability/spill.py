@@ -1,6 +1,6 @@
-"""Spill files, which are temporary files to which a server moves models and client states from memory.
+"""Spill files: temporary files to which a server moves models and client states when memory is scarce.
 
-The files are unlinked, so that they have no name and disappear with the process. They are mapped into memory.
+The files are unlinked. They have no name, and the operating system deletes them when the process ends.
 """
 
 import mmap

@@ -57,9 +57,10 @@ class Store(NamedTuple):
 
     Attributes:
         entries: the stored tensors and the number of references, by key.
-        evictable: the keys of the entries that can be moved to files, with the oldest key first.
-        used_bytes: the total size in bytes of each kind of entry: `"version"` (models), `"base"` (models in a narrower
-            dtype) and `"client"` (client states) in memory, and `"spilled"` (all entries in files).
+        evictable: the keys of the entries in memory, with the oldest key first. These entries can be moved to files.
+        used_bytes: the total size in bytes by kind of entry. In memory, the kinds are `"version"` (models), `"base"`
+            (models that were rounded to a smaller dtype) and `"client"` (client states). The kind `"spilled"` contains
+            all entries in files.
 
     Example:
         >>> import torch
@@ -135,7 +136,7 @@ class Store(NamedTuple):
     def evicted(self, key: StoreKey, tree: InMemoryTree, spilled: SpilledTree) -> "Store":
         """Return a new store in which one entry is in a file instead of in memory.
 
-        If another thread has replaced or removed the entry in the meantime, return this store.
+        If another thread has replaced or removed the entry in the meantime, return the store `self` unchanged.
 
         Args:
             key: the key of the entry.
