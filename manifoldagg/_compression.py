@@ -1,4 +1,6 @@
-"""Lossless compression of tensors with zstandard, and rounding of their entries within an error bound.
+"""Lossless compression of tensors with zstandard, and optional rounding of tensors before the compression.
+
+The rounding changes no entry by more than a given error bound, and makes the compressed data smaller.
 
 Before the compression, a byte shuffle stores the first bytes of all numbers together, then the second bytes, and so on.
 The shuffled bytes compress better, because the bytes at the same position of each number are often similar.

@@ -21,10 +21,11 @@ FINALISER_DELAY = 0.01
 
 
 class Interrupt(KeyboardInterrupt):
-    """The exception that SIGINT raises inside a `graceful_shutdown` block.
+    """The subclass of `KeyboardInterrupt` that SIGINT raises inside a `graceful_shutdown` block.
 
-    If a plain `KeyboardInterrupt` propagates out of the built-in function `exec`, Python later ends the process with
-    the signal SIGINT and ignores the exit code of the program. Python does not do this for a subclass.
+    With this subclass, the program can choose its exit code. In contrast, Python can ignore the exit code after a plain
+    `KeyboardInterrupt`, and end the process with the signal SIGINT. This happens if the exception has propagated out of
+    the built-in function `exec`.
     """
 
 

@@ -14,9 +14,9 @@ MIN_PARALLEL_SIZE = 2**22
 def prefers_numpy(tensor: Tensor) -> bool:
     """Return whether a computation on a tensor should use single-threaded NumPy instead of PyTorch.
 
-    NumPy is preferred for tensors of medium size. For such tensors, PyTorch uses several threads, which are not faster
-    than one thread. If other processes also use the CPU, PyTorch can wait a long time for its threads. A call can
-    then take 10 milliseconds instead of 20 microseconds.
+    NumPy is preferred for tensors of medium size, for which the multiple threads of PyTorch bring no speedup. If other
+    processes also use the CPU, PyTorch can wait a long time for its threads. An operation of PyTorch can then take 10
+    milliseconds instead of 20 microseconds.
     """
     if (
         torch.get_num_threads() == 1

@@ -384,9 +384,10 @@ class KeywordHints:
 
 
 def rename_argument(message: str, names: Mapping[str, str], prefix: str = "") -> str:
-    """Replace the argument name at the start of an error message with the name that the user knows.
+    """Replace the name of an internal argument at the start of an error message with the name that the user knows.
 
-    An internal function reports the names of its own arguments. A user knows only the arguments of the public function.
+    This is necessary if a public function calls an internal function whose arguments have other names. The mapping
+    `names` contains the replacements.
 
     Args:
         message: an error message that starts with the name of an argument and a colon.
@@ -409,10 +410,10 @@ def rename_argument(message: str, names: Mapping[str, str], prefix: str = "") ->
 
 @contextmanager
 def renamed_arguments(names: Mapping[str, str], prefix: str = "") -> Iterator[None]:
-    """Rename the argument in the message of an `ArgumentError` that the `with` block raises.
+    """Replace the name of an internal argument in an error message with the name that the user knows.
 
-    The error message of an internal function contains the name of an internal argument. A public function calls
-    internal functions inside this block, so that the message contains the name of its own argument instead.
+    A public function calls internal functions inside this `with` block. If one of them raises `ArgumentError`, the
+    message contains the name of the public argument instead of the internal one.
 
     Args:
         names: the names of the public arguments, by the names of the internal arguments.

@@ -92,12 +92,12 @@ class TensorEntry(NamedTuple):
 def save(path: str | Path, kind: str, tree: Any, *, keep: int = 1) -> None:
     """Write a tree to a file, and replace an existing file atomically.
 
-    The function writes the data to a temporary file, syncs this file to the disk, and renames it to `path`:
+    The function writes the data to a temporary file, syncs this file to the disk, renames it to `path`, and syncs the
+    folder:
 
-    - If the process is killed or the machine stops, the path contains either the complete old file or the complete new
-      file.
-    - If the function raises an error, the path still contains the old file. If only the final sync of the folder fails,
-      the path already contains the new file.
+    - If the process is killed or the machine stops, `path` is either the complete old file or the complete new file.
+    - If the function raises an error before the rename, `path` is still the old file. If the sync of the folder fails
+      after the rename, `path` is already the new file.
     - Only the current user can read the new file.
 
     Args:
@@ -128,7 +128,7 @@ def save(path: str | Path, kind: str, tree: Any, *, keep: int = 1) -> None:
 
 
 def dumps(kind: str, tree: Any, buffer: bytearray | None = None) -> memoryview:
-    """Serialize a tree to the bytes of the file that `save` would write.
+    """Serialize a tree (nested dicts, lists and tuples of tensors and other values) to bytes in the format of `save`.
 
     The bytes are a copy, so later changes of the tensors do not affect them. The function `load_from` reads the tree
     from a file with these bytes.
@@ -201,10 +201,10 @@ def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: boo
 
 
 def load_structure(file: BufferedReader, size: int) -> tuple[dict[str, str], Any]:
-    """Read the metadata and the tree of a file without its tensors.
+    """Read the metadata and the structure of a file, without loading its tensors.
 
-    The tree contains a string with the dtype and shape of each tensor in place of the tensor. The memory consumption
-    therefore does not depend on the sizes of the tensors.
+    The structure is the tree (nested dicts, lists and tuples) that was saved. A string with the dtype and shape
+    replaces each tensor. The memory consumption therefore does not depend on the sizes of the tensors.
 
     Args:
         file: the file. The function advances its position to the end of the tree.

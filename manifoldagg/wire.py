@@ -184,7 +184,7 @@ def ticket_of(data: bytes | bytearray | memoryview) -> str | None:
 
 
 class _TensorWriter:
-    """Collector of the tensors in a value that `pack` serializes. Each tensor gets a unique name."""
+    """A collection of the tensors in a value that `pack` serializes. Each tensor has a unique name."""
 
     def __init__(self, layout: Layout | None) -> None:
         self._layout = layout

@@ -117,12 +117,12 @@ def fit_curved(
 def _tangent_space_fit(
     embedding: Embedding, points: Tensor, view: View, projected: Tensor, options: FitOptions
 ) -> FitResult:
-    """Fit a curve or a simplex by least squares in the tangent space at the mean of the points.
+    """Fit a curve or a simplex approximately, by least squares in the tangent space at the mean of the points.
 
-    The result is the starting point of the fit on the curved manifold. The fit in the tangent space is only
-    approximate, because the exponential map bends the fitted curve or simplex. The function therefore repeats the fit
-    several times, with target points that are shifted to compensate for the bending, and returns the best result. If
-    the points are exactly on a curve or simplex, the iteration converges to it.
+    The caller uses the result as the initial guess of a fit on the curved manifold. The fit in the tangent space is
+    inexact, because the exponential map bends the curve or simplex. The function therefore iterates: it shifts the
+    target points to compensate for the bending, and fits again. It returns the best fit of all iterations. If the
+    points are exactly on a curve or simplex, the iteration converges to this curve or simplex.
     """
     space = embedding.space
     targets = projected

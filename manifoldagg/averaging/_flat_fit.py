@@ -1,8 +1,8 @@
 """Fit of a curve, a simplex or a tunnel (a tube around a curve) to models in a flat space.
 
-The fit minimises the sum of the distances from the models to the curve, simplex or tunnel, or the sum of the squared
-distances. It uses the Levenberg-Marquardt method. The models are given by their coordinates in their own span, which
-has fewer dimensions than the space.
+The fit minimises the distances from the models to the curve, simplex or tunnel. The objective is either the sum of the
+distances or the sum of the squared distances. The fit uses the Levenberg-Marquardt method. It runs in the subspace that
+the models span, which has fewer dimensions than the whole space.
 """
 
 import itertools
@@ -48,8 +48,8 @@ class FitOptions:
     Attributes:
         power: the power p, which is 1 or 2.
         tolerance: the fit has converged if a step decreases the sum by at most this fraction.
-        max_steps: the maximum number of steps of one minimisation. For p = 1, the fit consists of several
-            minimisations. Each one minimises a smooth function that is closer to the sum than the previous function.
+        max_steps: the maximum number of steps of one minimisation. For p = 1, the sum is not smooth. The fit then
+            minimises several smooth functions one after another, which approximate the sum more and more closely.
     """
 
     power: int
@@ -300,10 +300,10 @@ def _levenberg_marquardt(
 
 
 def _restrict_to_data(embedding: Embedding, residuals: Residuals) -> tuple[Phi, Tensor]:
-    """Shrink a fitted curve or simplex to the smallest part that contains the nearest points of all data points.
+    """Shrink a fitted curve or simplex to the smallest part that fits the data points equally well.
 
-    A longer curve or a larger simplex would fit the data points equally well, so this step makes the result unique. A
-    tunnel (a tube around a curve) is returned unchanged.
+    This part contains the nearest point to each data point. The step makes the result of the fit unique. A tunnel (a
+    tube around a curve) is returned unchanged.
 
     Returns:
         The control points of the part, and the coordinates of the nearest points on it.

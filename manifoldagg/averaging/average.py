@@ -293,7 +293,7 @@ def _parameter_space(first: Mapping[str, Tensor], manifolds: Assignment | None) 
 
 
 def _copied_entries(layout: Layout, models: ModelsByPrefix, heaviest: int) -> dict[str, Tensor]:
-    """Return values for the tensors that are not averaged: integers, booleans and batch counters."""
+    """Return the integers, booleans and batch counters of the result, which are not averages."""
     entries = {}
     label = [*models][heaviest]
     for entry in layout.buffers:

@@ -4,8 +4,8 @@ A certificate contains the distances from the mean to the models, the residual o
 There is one certificate for each floating-point tensor or pair of LoRA factors. Another certificate describes the whole
 model, except the tensors on manifolds.
 
-If a tensor is not on a manifold, the Gram matrix of the models determines all distances in its certificate. They then
-need no additional pass over the tensors.
+If a tensor is not on a manifold, all distances in its certificate are computed from the Gram matrix of the models. This
+computation needs no additional pass over the tensors.
 """
 
 import json

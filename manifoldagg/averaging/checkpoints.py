@@ -76,7 +76,7 @@ class MappedFile:
             os.posix_fadvise(self._descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def release(self, begin: int, end: int) -> None:
-        """Remove a range of bytes of the file from the memory of the process.
+        """Remove a range of bytes of the memory-mapped file from the memory of the process.
 
         The operating system may retain these bytes in its page cache.
         """
@@ -191,8 +191,9 @@ class CheckpointFiles:
     def scaling(self) -> list[Any] | None:
         """A list of the scaling factor, the `rank_pattern` and the `alpha_pattern` of the LoRA adapter.
 
-        The adapter multiplies the product of its LoRA factors by the scaling factor. The two patterns define exceptions
-        for individual modules. The value is `None` if the checkpoint has no adapter configuration.
+        The adapter multiplies the product of its LoRA factors by the scaling factor. The two patterns define other
+        ranks and other values of `lora_alpha` for individual modules. The value is `None` if the checkpoint has no
+        adapter configuration.
         """
         return None if self.adapter_config is None else _scaling_of(self.adapter_config)
 

@@ -63,8 +63,8 @@ class InnerProducts:
     r"""Inner products of k vectors $x_i$, from which small distances between the vectors can be computed accurately.
 
     If the vectors are close to each other, distances that are computed from their Gram matrix suffer from cancellation.
-    The object therefore stores the Gram matrix of other vectors with the same span: one of the vectors, $x_h$, and the
-    difference $x_i - x_h$ for every other vector $x_i$.
+    The object therefore uses another basis of the same span, and stores the Gram matrix of this basis. The basis
+    consists of one vector $x_h$, and of the differences $x_i - x_h$ for all other vectors.
 
     Args:
         matrix: the Gram matrix D (k, k) of the basis in float64. Row i belongs to $x_i - x_h$, and row h to $x_h$.
@@ -99,18 +99,17 @@ class InnerProducts:
         return self.squared_norm(torch.eye(len(self.matrix), dtype=torch.float64)).sqrt()
 
     def directions(self, indices: Sequence[int]) -> Float64[Tensor, "r k"]:
-        r"""Express the directions $u_i = x_i / \|x_i\|$ of several vectors as linear combinations of the stored basis.
+        r"""Compute the direction $u_g$ of one vector, and the differences $u_i - u_g$ to the directions of others.
 
-        The stored basis consists of one of the vectors, $x_h$, and of the differences $x_i - x_h$ for all other vectors
-        $x_i$. Let $g$ be the first of the given indices. The method computes the direction $u_g$. For every other given
-        index $i$, it computes the difference $u_i - u_g$, which is accurate even if the vectors are close to each
-        other.
+        The direction of a vector is $u_i = x_i / \|x_i\|$. The differences are accurate even if the vectors are close
+        to each other.
 
         Args:
             indices: the indices of r vectors with nonzero norms. The first is g.
 
         Returns:
-            The coefficients (r, k). The first row belongs to $u_g$, and the other rows belong to $u_i - u_g$.
+            The coefficients (r, k) in the basis of this object, that is, $x_h$ and the differences $x_i - x_h$. The
+            first row belongs to $u_g$, and the other rows belong to $u_i - u_g$.
         """
         corners = self.in_basis(torch.eye(len(self.matrix), dtype=torch.float64))
         g, *others = indices
@@ -125,7 +124,7 @@ class InnerProducts:
         return torch.stack(rows)
 
     def angles(self) -> Float64[Tensor, "r r"]:
-        r"""Compute the angles between all pairs of the r nonzero vectors, in radians.
+        r"""Compute the angles between all pairs of vectors in radians. Vectors with the norm 0 are omitted.
 
         The angle between the directions $u_i$ and $u_j$ of two vectors is $2 \arcsin(\|u_i - u_j\| / 2)$.
         """
@@ -147,11 +146,11 @@ class Mean:
     r"""A mean of k models $x_i$, described by the coefficients of the linear combination $\sum_i c_i x_i$.
 
     Attributes:
-        coefficients: the coefficients $c_i$ (k,). Depending on the averaging method, they can differ from the weights
-            $w_i$ of the models.
-        residual: $\|\sum_i w_i \log_u u_i\|$ in radians, where $u_i = x_i / \|x_i\|$ is the direction of the model
-            $x_i$, and $u$ is the direction of the mean. It is 0 for an exact Karcher mean, and `None` for a method that
-            does not average directions.
+        coefficients: the coefficients $c_i$ (k,). For some averaging methods, they differ from the weights $w_i$ of the
+            models.
+        residual: the error of the mean direction, or `None` for a method that does not average directions. Let $u_i$ be
+            the unit vector $x_i / \|x_i\|$, and let $u$ be the unit vector of the mean. The residual is
+            $\|\sum_i w_i \log_u u_i\|$ in radians. It is 0 for an exact Karcher mean.
     """
 
     coefficients: Float64[Tensor, " k"]
@@ -208,7 +207,7 @@ class MeanMethod:
 
     @cached_property
     def barycentric(self) -> Float64[Tensor, " k"]:
-        """The weights of the models, normalised to the sum 1.
+        """The weights of the models, normalised to sum to 1.
 
         For the method `"bezier"`, the models are the control points of a curve, and the mean is the point of this curve
         at the parameter `t`. In this case, the weight of each model is multiplied by its Bernstein polynomial at `t`

@@ -39,8 +39,6 @@ def largest_counter(counters: Sequence[Tensor]) -> Tensor:
 def labelled_karcher_mean(space: Manifold, name: str, points: Mapping[str, Tensor], weights: Tensor) -> KarcherMean:
     """Compute the Karcher mean of the values that a parameter has in several models.
 
-    An error message contains the name of the parameter and, if one value is invalid, the name of its model.
-
     Args:
         space: the manifold of the parameter.
         name: the name of the parameter.
@@ -48,7 +46,8 @@ def labelled_karcher_mean(space: Manifold, name: str, points: Mapping[str, Tenso
         weights: the normalised weights of the models.
 
     Raises:
-        ArgumentError: if a value is invalid, or if the iteration does not converge.
+        ArgumentError: if a value is invalid, or if the iteration does not converge. The message contains the name of
+            the parameter. For an invalid value, it also contains the name of the model.
     """
     labels = [*points]
     try:

@@ -309,7 +309,7 @@ def _overflow_error(name: str, dtype: torch.dtype) -> StateDictError:
 
 
 def _mean_tensor(name: str, states: Sequence[Adapter], finite: Sequence[bool], coefficients: np.ndarray) -> Tensor:
-    """Average a tensor that is not a LoRA factor over all adapters.
+    """Compute the average over all adapters of a tensor that is not a LoRA factor.
 
     - The result for a floating-point tensor is a weighted sum, which is computed in float64 and rounded once.
     - The result for a batch counter (`num_batches_tracked`) is the maximum over the adapters.

@@ -1,6 +1,6 @@
-"""The files of an unfinished merge of checkpoints.
+"""Files that store the progress of a merge of checkpoints, so that an interrupted merge can be resumed.
 
-A journal records the completed steps, so that a restarted merge continues after the last recorded step.
+A journal records the completed steps. A restarted merge continues after the last recorded step.
 """
 
 import json
@@ -172,7 +172,7 @@ class MergeDraft:
                 _link(files[self.plan.out.name], draft)
 
     def _open(self, resume: bool) -> None:
-        """Open the shards and the journal, and read the records of the completed steps. Create missing files."""
+        """Open or create the journal and the shards (the output files), and read the journal."""
         if not resume:
             self._clear()
         path = self.folder / "journal"

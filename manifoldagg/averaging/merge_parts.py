@@ -1,9 +1,9 @@
-"""The two kinds of steps in a merge of checkpoints.
+"""The two functions that process one part of the model in a merge of checkpoints.
 
-Each step reads the same range of entries of one tensor, or one pair of LoRA factors, from all checkpoints:
+A part is a range of entries of a tensor, or a pair of LoRA factors. Both functions read the part from all checkpoints:
 
-- The function `gram_of` computes the inner products of these ranges.
-- The function `write_part` computes the mean of these ranges, and writes it to the result.
+- `gram_of` computes the inner products of the checkpoints, restricted to the part.
+- `write_part` computes the mean of the part, and writes it to the result.
 """
 
 from collections.abc import Callable
@@ -47,10 +47,10 @@ class Buffers:
 
 
 def gram_of(part: Part, start: int, stop: int) -> Float64[Tensor, "r r"]:
-    """Compute the inner products of several models, restricted to a range of entries of one tensor.
+    """Compute the inner products of the models in one part: a range of entries of a tensor, or a pair of LoRA factors.
 
-    Models with the weight 0 are omitted. For a pair of LoRA factors, the function uses the whole product of the factors
-    instead of a range.
+    For a pair of LoRA factors, the inner products are those of the products of the two factors, and the range is
+    ignored. Models whose weight in the mean is 0 are omitted.
 
     Returns:
         The Gram matrix of one model and of the differences of the other models from it, as in `InnerProducts`.

@@ -59,12 +59,12 @@ class Part:
     """A part of the model that is averaged separately: one tensor, or a pair of LoRA factors.
 
     Attributes:
-        kind: `"factors"` for a pair of LoRA factors, `"manifold"` for a tensor on a manifold, `"statistic"` for batch
-            statistics, `"copied"` for integers, booleans and batch counters, or `"flat"` for any other tensor.
+        kind: one of `"factors"` (a pair of LoRA factors), `"manifold"` (a tensor on a manifold), `"statistic"` (batch
+            statistics), `"copied"` (integers, booleans and batch counters) and `"flat"` (any other tensor).
         names: the names of the tensors of the part. A pair of factors has two names, and any other part has one name.
         tensors: for each name, the tensors of all models.
         labels: the label of each model, such as its path.
-        method: the averaging method of the part, and its weights.
+        method: the averaging method of the part, with the weights of the models.
         space: the manifold of the part, or `None` if the part is not on a manifold.
     """
 
@@ -107,7 +107,7 @@ class Part:
 
     @property
     def has_gram_step(self) -> bool:
-        """Whether a separate step computes the inner products of the models before the mean is computed."""
+        """Whether the merge reads the part twice: first for the inner products of the models, then for the mean."""
         return self.has_products and self.method.needs_gram
 
     @property

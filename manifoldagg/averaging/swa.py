@@ -198,8 +198,8 @@ class SWA:
     def average(self) -> Float[Tensor, "..."] | None:
         """A copy of the average in the dtype of the models, or `None` before the first model has been averaged.
 
-        A training loop can replace its model by the average (see `reset_point`). The value then remains unchanged until
-        the next model is averaged.
+        The average changes only when another model is averaged. It does not change when a training loop replaces its
+        model by the average (see `reset_point`).
         """
         mean = self.mean
         if mean is not None:
@@ -213,9 +213,9 @@ class SWA:
 
     @property
     def mean(self) -> KarcherMean | None:
-        """A copy of the Karcher mean of the stored models, with its residual.
+        """A copy of the Karcher mean of the stored models, with its residual (a measure of its numerical error).
 
-        The value is `None` if no model is stored. Only an `SWA` with `kind="exact"` stores models.
+        The value is `None` if no model is stored. Models are stored only if the option `kind` is `"exact"`.
         """
         models = self._state.models
         if not models:
@@ -236,14 +236,14 @@ class SWA:
     def reset_point(self, version: int) -> Float[Tensor, "..."] | None:
         r"""Return the average if it should now replace the model of the training loop, and `None` otherwise.
 
-        Call this method after each `update(version, model)`. If the result is not `None`, write it to the model (a
-        reset). The options `periodic` and `offset` of the constructor determine the versions at which the model is
-        reset. The result is the average if both of these conditions are met:
+        Call this method after each `update(version, model)`. If it returns an average, write this average to the model.
+        This is called a reset. After a reset, the next averaged model starts a new average.
 
-        - `version - offset` is a positive multiple of `periodic`.
+        The method returns the average if all of these conditions are met:
+
+        - The option `periodic` of the constructor is set.
+        - `version - offset` is a positive multiple of `periodic`, where `offset` is also an option of the constructor.
         - At least one model was averaged since the last reset.
-
-        Without `periodic`, the result is always `None`. After a reset, the next averaged model starts a new average.
 
         Args:
             version: the version of the last call of `update`.
@@ -445,10 +445,11 @@ def _clone_mean(mean: Any) -> Any:
 def update_mean(
     mean: Float[Tensor, " P"], model: Float[Tensor, " P"], count: int, *, out: Float[Tensor, " P"]
 ) -> Float[Tensor, " P"]:
-    r"""Update the mean $m$ of $n - 1$ models to the mean $m + (\Theta - m) / n$ of $n$ models, and write it into `out`.
+    r"""Add a model to the running mean of the previous models, and write the new mean to `out`.
 
-    The function rounds after each operation of the formula, as `torch.optim.swa_utils.AveragedModel` does. It processes
-    the model in chunks, so it needs little temporary memory.
+    For the mean $m$ of $n - 1$ models and the n-th model $\Theta$, the new mean is $m + (\Theta - m) / n$. The function
+    rounds after each operation of this formula, as `torch.optim.swa_utils.AveragedModel` does. It processes the model
+    in chunks, so it needs little temporary memory.
 
     Args:
         mean: the mean $m$ (P,).

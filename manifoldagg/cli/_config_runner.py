@@ -112,10 +112,7 @@ def _parse_command(command: Any, arguments: list[str], context: Any) -> Any:
 
 
 def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
-    """Load the report of a comparison that has already finished.
-
-    If no report has the same settings, files and package versions, return `None`.
-    """
+    """Return the finished report of a comparison with the settings `params`, or `None`."""
     report = params["out"] / params["name"]
     if report.with_name(f"{report.name}.unfinished").exists():
         return None
@@ -145,6 +142,7 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
     }
     expected = comparison_settings(load_dataset(params["data"], params["model"], params["augment"]), given)
     expected |= {"tuning": tuning, "methods": method_settings(chosen)}
+    # The settings contain hashes of the files. Other package versions can change the results.
     same = settings == expected | {"clients_without_samples": settings.get("clients_without_samples")}
     return found if same and versions().items() <= stored_versions.items() else None
 

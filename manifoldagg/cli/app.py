@@ -77,6 +77,6 @@ def options(
 ) -> None:
     """Geometry for asynchronous federated optimisation.
 
-    The commands compare methods in simulations, report results, optimise the routing of tasks, merge checkpoints and
-    inspect the files of a server.
+    The subcommands of `manifoldagg` compare methods in simulations, report results, optimise the routing of tasks to
+    clients, merge checkpoints and inspect the files of a server.
     """

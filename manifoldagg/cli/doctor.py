@@ -14,10 +14,11 @@ __all__ = ["doctor_command", "flower_status", "kernel_table"]
 
 
 def doctor_command() -> None:
-    """Report which kernels work on this machine, which kernel is selected, and why.
+    """Report which kernel backends work on this machine, which one is selected, and why.
 
-    The command measures the time of each backend. If necessary, it builds the compiled kernels first. The command also
-    reports whether `flwr run` can simulate nodes, if that program is installed.
+    If necessary, the command compiles the kernels first. If the backend is selected automatically, the command also
+    measures one aggregation step with each CPU backend. If Flower is installed, it reports whether `flwr run` can run
+    simulations.
     """
     with graceful_shutdown():
         rows = describe_backends()
@@ -30,11 +31,11 @@ def doctor_command() -> None:
 def flower_status() -> str | None:
     """Report whether Flower can run simulations, or return `None` if Flower is not installed.
 
-    Simulations require the package Ray. Without Ray, Flower stops before it imports an app, so the app itself cannot
-    report that Ray is missing.
+    Flower simulations require the package Ray.
     """
     if find_spec("flwr") is None:
         return None
+    # Without Ray, Flower stops before it imports an app, so the app itself cannot report that Ray is missing.
     if find_spec("ray") is None:
         return "flwr: a simulation needs Ray, which is not installed; run pip install 'flwr[simulation]'"
     return "flwr: simulation works, because Ray is installed"

@@ -46,7 +46,7 @@ def inspect_command(
     - the version of the model
     - the clients that the server knows
     - the number of accepted updates for each value of the staleness
-    - the number of rejections, and the reasons of the last ones
+    - the number of rejections, and the reasons for the last ones
     - for a journal, the number of records of each kind
 
     The command does not keep models in memory. It neither locks nor modifies a file, so it can inspect the journal of a

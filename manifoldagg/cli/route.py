@@ -49,10 +49,11 @@ def route_command(
 ) -> None:
     """Compute the optimal routing of tasks to clients with queueing theory.
 
-    The clients are the queues of a closed network. For each group of clients, the command prints the share of the
-    tasks, the mean queue length and the staleness of the updates. It also prints the throughput and the convergence
-    bound of three routings: the optimal routing, the uniform routing, and the routing in proportion to the clients'
-    speeds. The command writes the optimal routing to routing.csv, and a plot to routing.png.
+    The clients are the queues of a closed network. The command writes the optimal routing to routing.csv, and a plot
+    to routing.png. For each group of clients, it prints means over the clients under the optimal routing: the share of
+    the tasks, the queue length and the staleness of the updates. A second table compares the throughput and the
+    convergence bound of the optimal routing with those of two other routings: the uniform routing, and the routing in
+    proportion to the clients' speeds.
 
     Example: `manifoldagg route --rates rates.csv --concurrency 100 --objective time --rate 0.01 --out routing.csv`
     """

@@ -1,8 +1,8 @@
 """The correction OrthoDC with a threshold that is chosen automatically for each update.
 
 OrthoDC removes the component of a stale update along the drift, which is the change of the server's model since the
-client started. The threshold determines which updates are corrected in this way. This module estimates the best
-threshold from the updates that the server receives.
+client started. It does so if the cosine of the angle between the update and the drift is at most a threshold. This
+module estimates the best threshold from the updates that the server receives.
 """
 
 from dataclasses import dataclass, field
@@ -151,9 +151,10 @@ class AutoThreshold(Correction):
 
 
 def regression_slope(covariance: Any, variance: Any) -> Any:
-    r"""Estimate $\beta \in [0, 1]$ in the linear model $v \approx a - \beta\,\Theta$ by least squares.
+    r"""Estimate the slope $\beta \in [0, 1]$ of the linear model $v \approx a - \beta\,\Theta$ by least squares.
 
-    A client that starts from the model $\Theta$ changes its model by $v$ during training. The estimate is
+    A client that starts from the model $\Theta$ changes its model by $v$ during training. All entries of these vectors
+    share one slope, so the covariance and the variance are sums over the entries. The estimate is
     $-\operatorname{Cov}(v, \Theta) / \operatorname{Var}(\Theta)$, clipped to [0, 1]. If all clients started from the
     same model, the variance is 0, and the result is 1.
 

@@ -109,10 +109,11 @@ def calibrate(
 def calibrate_frame(
     shifts: Frame, start: Row, granularity: str = "tensor", other_updates: Sequence[Row] | None = None
 ) -> Any:
-    r"""Compute the model from which a client starts its next task, as in `calibrate`, without storing differences.
+    r"""Compute the model from which a client starts its next task, given models instead of their changes.
 
-    The result depends on two differences: the change $\Delta$ of the global model, and the change $\Delta_m$ of the
-    client's model. The argument `shifts` contains the models before and after each change, and not the differences.
+    By default, the function adds the change $\Delta$ of the global model to the client's model. It first removes the
+    component of $\Delta$ along the change $\Delta_m$ of the client's model. The result is the same as that of
+    `calibrate`, but `shifts` contains the models before and after each change. No difference of models is stored.
 
     Args:
         shifts: a frame whose displacement is $\Delta$ and whose drift is $\Delta_m$. It needs `segments` if the model
@@ -132,9 +133,9 @@ def calibrate_frame(
 
 
 def _segment_grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) -> list[Gram]:
-    """Return a Gram matrix for each tensor of the model.
+    """Return, for each tensor of the model, the Gram matrix of the changes of this tensor.
 
-    With `granularity="model"`, every tensor gets the Gram matrix of the whole model.
+    With `granularity="model"`, every tensor gets the Gram matrix of the changes of the whole model.
     """
     if not inner:
         return []
@@ -143,10 +144,10 @@ def _segment_grams(inner: list[Tensor], granularity: str, extra: Sequence[str]) 
 
 
 def _shift_coefficients(inner: Gram, *, pairwise: bool) -> list[Any]:
-    """Compute the coefficient of each vector that `calibrate` adds to the client's model.
+    """Compute the coefficient of each model change in the sum that calibration adds to a client's model.
 
-    The vectors are the change of the global model, the change of the client's model and, if `pairwise` is true, the
-    updates of other clients.
+    The changes are, in this order, those of the global model, of the client's own model and, if `pairwise` is true, of
+    the models of other clients.
     """
     if not pairwise:
         matrix, _ = OrthoDC(1.0).coefficients(inner)

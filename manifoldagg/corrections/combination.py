@@ -76,9 +76,9 @@ class Combination:
         return (current if isinstance(current, TensorList) else TensorList(current)).new_empty()
 
     def fused(self, out: Operand) -> LinearCombination:
-        """Convert the combination to a `LinearCombination`, which writes its result to `out`.
+        """Return a `LinearCombination`, with which a kernel later computes this combination and writes it to `out`.
 
-        The function `combine_many` can then compute several combinations in one pass over their vectors.
+        The function `combine_many` computes several such objects in one pass over their vectors.
         """
         if not self.from_current:
             return self.frame.combination(None, self.coefficients, out)
@@ -86,11 +86,11 @@ class Combination:
         return self.frame.combination(self.frame.current, line, out)
 
     def check_finite(self, dtypes: Sequence[torch.dtype] | None = None, computed: Row | None = None) -> None:
-        """Check that all entries of the result are finite.
+        """Check that all entries of this linear combination are finite.
 
-        If `dtypes` is given, the method first computes an upper bound on the entries from the norms of the vectors in
-        the sum. If this bound excludes an overflow, the check is complete. In all other cases, the method checks every
-        entry of the result.
+        If `dtypes` is given, the method first computes an upper bound on the entries from the norms of the combined
+        vectors. If the bound shows that no entry overflows in any of these dtypes, the check is complete. Otherwise,
+        the method computes the linear combination and checks every entry.
 
         Args:
             dtypes: the dtype of each tensor of a sum. Omit it for a new model, which has the dtypes of the current

@@ -67,9 +67,9 @@ class Corrected:
     def row_coefficients(self, weights: Any) -> Matrix:
         r"""Compute the coefficients of a weighted sum $\sum_i w_i u_i$ of the corrected displacements $u_i$.
 
-        A displacement is the change of a client's model during training. Each corrected displacement
-        $u_i = \sum_j C_{ij}\, r_j$ is a linear combination of k vectors $r_j$, the rows of the frame. The coefficient
-        of $r_j$ in the weighted sum is therefore $\sum_i w_i C_{ij}$.
+        A displacement is the change of a client's model during training. A correction computes
+        $u_i = \sum_j C_{ij}\, r_j$ from k vectors $r_j$, such as the original displacements. The weighted sum therefore
+        has the coefficient $\sum_i w_i C_{ij}$ for the vector $r_j$.
 
         Args:
             weights: $w_i$, one number for each corrected displacement.
@@ -91,11 +91,12 @@ class Corrected:
         return Corrected(frame, gram, np.array([coefficients], dtype=object), None, gram)
 
     def inner_products(self) -> list[list[float]]:
-        r"""Compute the inner products (n, n) of the n corrected displacements.
+        r"""Compute the matrix (n, n) of the inner products of the n corrected displacements.
 
-        The usual formula is $C G C^\top$. Here, $G$ is the Gram matrix of the original vectors, and $C$ contains the
-        coefficients of the correction. If the correction makes a displacement so short that this formula is inaccurate,
-        the method computes the corrected displacements themselves and multiplies them.
+        A displacement is the change of a client's model during training. The corrected displacements are linear
+        combinations of known vectors. With the matrix $C$ of their coefficients and the Gram matrix $G$ of the known
+        vectors, the result is $C G C^\top$. This formula is inaccurate if the correction makes a displacement very
+        short. In that case, the method computes the inner products from the entries of the corrected displacements.
 
         Raises:
             ArgumentError: if the squared norm of a row overflows.
@@ -155,8 +156,9 @@ class Corrected:
     def displacements(self) -> Float[Tensor, "n P"]:
         r"""Compute the corrected displacements as one tensor (n, P).
 
-        Each of the n corrected displacements is a tangent vector at the current model $\Theta^\tau$ of the server,
-        which has P parameters. Each entry is rounded once, to the dtype of the model.
+        A displacement is the change of a client's model during training. Each row of the result is one of the n
+        corrected displacements, as a tangent vector at the server's current model $\Theta^\tau$ with P parameters. Each
+        entry is rounded once, to the dtype of the model.
 
         Raises:
             ArgumentError: if the space has low-rank leaves, because displacements of a low-rank leaf are not vectors.
@@ -403,9 +405,10 @@ Rule = TypeVar("Rule", bound=Callable[..., tuple[Matrix, Any]])
 
 
 def by_granularity(coefficients: Rule) -> Rule:
-    """Decorate the method `coefficients` of a correction to implement the option `granularity`.
+    """Decorate the method `coefficients` of a `Correction` to implement the option `granularity`.
 
-    With `granularity="tensor"`, the decorated method is applied to each segment (named tensor) of the model separately.
+    A correction replaces a stale update by a linear combination of known vectors. With `granularity="tensor"`, the
+    decorated method computes separate coefficients for each named tensor of the model.
     """
 
     @wraps(coefficients)

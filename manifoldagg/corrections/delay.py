@@ -35,7 +35,8 @@ class Tangent(Correction):
     The update $v$ is a step (a tangent vector): the change of a client's model during training. The server adds this
     step to its current model, as asynchronous SGD (ASGD) does.
 
-    Source: the method AsyncTan of the Manifold paper.
+    Source: the method AsyncTan of the paper "Aggregation on Learnable Manifolds for Asynchronous Federated
+    Optimisation".
     """
 
     def coefficients(self, gram: Gram, state: Any = None) -> tuple[Matrix, Any]:
@@ -207,9 +208,9 @@ class DelayCompensated(Correction):
         return {"mean_square": square}
 
     def _products(self, frame: Frame, state: Any) -> list[torch.Tensor]:
-        r"""Compute the elementwise products $v_i \odot v_i \odot g$ of the displacements $v_i$ and the drift $g$.
+        r"""Compute the product $v \odot v \odot g$ of each update $v$ with the drift $g$, for delay compensation.
 
-        With `adaptive`, each product is divided by the root of the running mean square of the displacements.
+        With `adaptive`, each product is divided elementwise by the root mean square of $v$ over the latest updates.
         """
         n = frame.num_displacements
         # DC-ASGD-a includes the current gradient in the mean square by which the same gradient is divided.

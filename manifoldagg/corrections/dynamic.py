@@ -3,12 +3,12 @@
 The drift is the change of the server's model since the client started. An update conflicts with the drift if their
 inner product is negative or zero. The phases handle updates as follows:
 
-1. OrthoGrad removes the component along the drift from an update with a conflict. Other updates stay unchanged.
+1. OrthoGrad removes the component along the drift from conflicting updates. Other updates stay unchanged.
 2. `Tangent` leaves all updates unchanged.
-3. OrthoPos removes the component along the drift from an update with a conflict. From other updates, it subtracts the
-   drift.
+3. OrthoPos removes the component along the drift from conflicting updates. It subtracts the drift from other updates.
 
-By default, a phase ends when the path of the server's model becomes less straight, as it does near a minimum.
+By default, a phase ends when successive steps of the server's model increasingly cancel each other, as they do near a
+minimum.
 """
 
 from collections.abc import Callable

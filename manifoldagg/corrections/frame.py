@@ -69,10 +69,11 @@ class Frame(FrameRows):
         segments: Mapping[str, int] | None = None,
         ambient: AmbientSpace = FLAT_AMBIENT,
     ) -> "Frame":
-        r"""Build the input of a correction (a frame) from models that a client returns.
+        r"""Build a frame, which is the input of a correction, from the models that a client returns.
 
-        The space of the models is flat. Each returned model is a control point, such as the end of the client's
-        training path. Its displacement is `points[i] - base`, where `base` is the model at which the client started.
+        Each returned model is a control point, such as the end of the client's training path. The frame contains its
+        change `points[i] - base` since the client started, and the change `current - base` of the server's model. The
+        space of the models must not be curved.
 
         Args:
             points: the n control points.
@@ -102,10 +103,10 @@ class Frame(FrameRows):
     ) -> "Frame":
         r"""Build the input of a correction (a frame) from pseudo-gradients in a flat space.
 
-        A pseudo-gradient $\Theta^t - \varphi_i$ is the model at which a client started, minus a model that the client
-        returns. Its sign is opposite to that of the client's step $\varphi_i - \Theta^t$. The frame also reverses the
-        sign of the drift (the change of the server's model since the client started). All inner products are therefore
-        the same as for steps.
+        A pseudo-gradient is the model $\Theta^t$ at which a client started, minus a model $\varphi_i$ that it returns.
+        It is the negative of the client's step $\varphi_i - \Theta^t$. For a consistent sign, the frame also contains
+        the negative of the drift (the change of the server's model since the client started). In inner products, the
+        two minus signs cancel, so a correction computes the same coefficients as for steps.
 
         Example:
             >>> import torch
@@ -190,10 +191,11 @@ class Frame(FrameRows):
         return Frame(rows, (None,) * len(rows), segments, transporter=transporter, base_displacements=displacements)
 
     def for_state(self, coefficients: Sequence[float] | Matrix) -> "Combination | Any":
-        r"""Return a linear combination $\sum_j c_j\, r_j$ that an aggregation rule stores, such as the next momentum.
+        r"""Return the linear combination $\sum_j c_j\, r_j$ that an aggregation rule stores, such as its next momentum.
 
-        The vectors $r_j$ are the rows of this frame: the changes of a client's model during training, the change of the
-        server's model in that time, and any rows that a correction added.
+        The vectors $r_j$ are the rows of this frame, which describes a client's update. They are the changes of the
+        client's model during training, the change of the server's model in that time, and any additional vectors, such
+        as a moving average of earlier updates.
 
         Args:
             coefficients: one for each row, or (S, k) with one row for each segment.
@@ -211,9 +213,9 @@ class Frame(FrameRows):
         Here, $\Theta^\tau$ is the current model, and $r_j$ are the rows of the frame, such as the change of a client's
         model during training. The check has two stages:
 
-        1. No entry changes by more than $\sum_j |c_j| \sqrt{G_{jj}}$, where $G$ is the Gram matrix of the rows. Let $u$
-           be the difference between the two largest numbers of a dtype. If the bound is at most $u / 4$ for each dtype,
-           the change is too small to cause an overflow, and the check reads no tensor.
+        1. The sum changes no entry by more than $\sum_j |c_j| \sqrt{G_{jj}}$, where $G$ is the Gram matrix of the rows.
+           If this bound is at most a quarter of the distance between the two largest numbers of each dtype, no entry
+           can overflow. The check is then complete, and reads no tensor.
         2. Otherwise, the method computes the new model tensor by tensor in temporary memory, and checks each entry.
 
         Args:

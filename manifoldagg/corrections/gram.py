@@ -1,7 +1,8 @@
-"""Gram matrices with named rows, from which most corrections compute their coefficients.
+"""Gram matrices, from which most corrections of stale updates compute their coefficients.
 
-A Gram matrix contains the inner products of all pairs of rows. The rows are the displacements of a client's update, the
-drift of the server's model, and any rows that a correction adds.
+A Gram matrix contains the inner products of all pairs of vectors. The vectors are the changes of a client's model
+during training (displacements), the change of the server's model in that time (drift), and any vectors that a
+correction adds. A correction finds the vectors that it added by name.
 """
 
 import math
@@ -145,10 +146,10 @@ class Gram:
         return self if len(self.parts) == 1 else Gram(self.matrix[None], self.extra)
 
     def first_rows(self, k: int) -> "Gram":
-        """Return the Gram matrix of the first k vectors.
+        """Return the Gram matrix without the vectors from index k on.
 
-        The first n vectors are changes of a client's model, and the next one is the change of the server's model. They
-        must be included, so k must be at least n + 1. Any vectors after them were added by a correction.
+        The vectors are, in this order, n changes of a client's model, the change of the server's model, and any vectors
+        that a correction added. Only added vectors may be omitted, so k must be at least n + 1.
         """
         dropped = self.parts.shape[-1] - k
         return self if not dropped else Gram(self.parts[:, :k, :k], self.extra[:-dropped], self.segments)
@@ -160,9 +161,10 @@ class Gram:
     def with_drift(self, coefficients: Matrix) -> Matrix:
         r"""Append a row for the drift to the coefficient matrix of a correction.
 
-        Each row of the coefficient matrix $C$ expresses one corrected displacement as a linear combination of k
-        vectors. One of these vectors is the drift, which is the change of the server's model since the client started.
-        A correction leaves the drift unchanged. The appended row is therefore 1 for the drift and 0 for other vectors.
+        The drift is the change of the server's model since the client started. Each row of the coefficient matrix $C$
+        expresses one corrected vector as a linear combination of k original vectors, and one of these is the drift. A
+        correction leaves the drift itself unchanged. The appended row is therefore 1 for the drift and 0 for other
+        vectors.
 
         Args:
             coefficients: $C$, (n, k) for n displacements, or (S, n, k) with one matrix for each of S segments of the
@@ -183,10 +185,10 @@ class Gram:
     def corrected(self, coefficients: Matrix) -> "Gram":
         r"""Compute the Gram matrix of the corrected displacements and the drift.
 
-        Let $G$ be the Gram matrix of the original vectors. One of these vectors is the drift, which is the change of
-        the server's model since the client started. Each row of the matrix $\bar C$ expresses one corrected
-        displacement as a linear combination of the original vectors. The last row selects the drift, which stays
-        unchanged. The result is $\bar C G \bar C^\top$.
+        A displacement is the change of a client's model during training. The drift is the change of the server's model
+        in that time, and a correction leaves it unchanged. All vectors of the result are linear combinations of the
+        original vectors, whose Gram matrix is $G$. With the matrix $\bar C$ of their coefficients, the result is
+        $\bar C G \bar C^\top$.
 
         Args:
             coefficients: the coefficients of the corrected displacements only, as in `with_drift`.

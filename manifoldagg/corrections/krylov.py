@@ -103,11 +103,12 @@ class KrylovDC(Correction):
 
 
 def ritz_pairs(inner: Any, tolerance: float) -> tuple[Any, Any]:
-    """Approximate the eigenvalues and eigenvectors of the matrix that maps each step to the next step.
+    """Approximate the eigenvalues and eigenvectors of the matrix that maps each training step to the next step.
 
-    On a quadratic loss, a single symmetric matrix maps each step of gradient descent to the next step. The
-    Rayleigh-Ritz method approximates the matrix on the span of all steps but the last. The approximate eigenvalues
-    (Ritz values) are clipped to [0, 1].
+    A step is the difference of two successive iterates of gradient descent. On a quadratic loss, one symmetric matrix
+    maps every step to the next step, and on other losses, this holds approximately. The Rayleigh-Ritz method
+    approximates the matrix on the span of all steps but the last. The approximate eigenvalues (Ritz values) are clipped
+    to [0, 1].
 
     Args:
         inner: (..., n, n) inner products of the steps.

@@ -147,13 +147,13 @@ def OrthoGrad(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect
 
 
 def OrthoPos(*, clip: bool = False, granularity: str = "model") -> OrthoCorrect:
-    r"""Return a correction that subtracts the drift, or projects a displacement that conflicts with the drift.
+    r"""Return a correction that subtracts the drift from a displacement, or removes the component along the drift.
 
     A displacement $v$ is the change of the client's model during training, and the drift $g$ is the change of the
-    server's model in that time. The inner product of the two decides what the correction does:
+    server's model in that time. They conflict if their inner product is negative or zero:
 
-    - If $\langle v, g\rangle \le 0$, it removes the component of $v$ along $g$.
-    - Otherwise, it returns $v - g$.
+    - If $\langle v, g\rangle \le 0$, the correction removes the component of $v$ along $g$.
+    - Otherwise, the correction returns $v - g$.
 
     The result is an `OrthoCorrect` with `alpha=1` and `threshold=0`.
 
@@ -176,8 +176,8 @@ def OrthoStrict(*, granularity: str = "model") -> OrthoCorrect:
     """Return a correction that removes the component along the drift from every displacement.
 
     A displacement is the change of the client's model during training, and the drift is the change of the server's
-    model in that time. The component is removed whether the two vectors agree or conflict. The result is an
-    `OrthoCorrect` with `threshold=1`.
+    model in that time. The correction does this at any angle between the two, and not only if they conflict. The result
+    is an `OrthoCorrect` with `threshold=1`.
 
     Args:
         granularity: `"model"` for one correction of the whole model, or `"tensor"` for a separate correction of each
@@ -212,9 +212,9 @@ def projection_coefficients(gram: Gram, threshold: float, alpha: float = 0.0, cl
 def conflicts(threshold: float, squared_norm: Any, drift_product: Any, drift: Any) -> bool:
     r"""Return whether a displacement $v$ conflicts with the drift $g$ of the server's model.
 
-    This is the case if the cosine of the angle between $v$ and $g$ is at most the threshold $\vartheta$. With
-    $\vartheta = 1$, every displacement therefore conflicts. As an exception, no displacement conflicts with
-    $\vartheta = -1$, even if it is exactly opposite to the drift.
+    This is the case if the cosine of the angle between $v$ and $g$ is at most the threshold $\vartheta$. If
+    $\vartheta = 1$, the result is always `True`. If $\vartheta = -1$, the result is always `False`, even if $v$ is
+    exactly opposite to $g$.
 
     Args:
         threshold: $\vartheta$.

@@ -52,14 +52,14 @@ class CorrectionQuality:
 
     @property
     def d(self) -> float:
-        r"""The constant $D = \max(0, \max_i (Q\,t_i - c_i))$, the largest violation of $c_i \ge Q\,t_i$.
+        r"""The smallest constant $D \ge 0$ such that $c_i \ge Q\,t_i - D$ for all updates $i$.
 
         For update $i$, $c_i$ is the rate at which the loss decreases along the corrected update, and $t_i$ is the rate
-        along the uncorrected update. $Q$ is the smallest ratio $c_i / t_i$ among the updates with $t_i > 0$. Only
-        updates with $t_i \le 0$, which do not decrease the loss before the correction, can therefore violate the
-        inequality.
+        along the uncorrected update. $Q$ is the smallest ratio $c_i / t_i$ among the updates with $t_i > 0$. These
+        updates satisfy $c_i \ge Q\,t_i$ by definition. $D$ therefore depends only on the updates that do not decrease
+        the loss before the correction.
 
-        If $D$ is 0, all updates satisfy the inequality. If $Q$ is NaN, $D$ is NaN too.
+        The formula is $D = \max(0, \max_i (Q\,t_i - c_i))$. If $Q$ is NaN, $D$ is NaN too.
         """
         # `np.maximum` propagates NaN, which marks an undefined Q. `np.fmax` would ignore it.
         return float(np.maximum(self.q * self.transported - self.corrected, 0.0).max())

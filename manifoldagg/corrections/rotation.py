@@ -1,7 +1,7 @@
-"""Rotation of the middle control point of a quadratic curve together with its chord.
+"""Rotation of the middle control point of a quadratic curve when the ends of the curve move.
 
-The chord is the line between the end points of the curve. If a correction moves the end points, the control point
-rotates together with the chord, so that its position relative to the chord stays the same.
+The chord is the line between the two ends. If a correction moves the ends, the control point rotates together with the
+chord, so that its position relative to the chord stays the same.
 """
 
 from typing import Any
@@ -103,8 +103,8 @@ def rotate_control(
 def rotation_coefficients(inner: Any) -> list[Any] | None:
     r"""Compute the new control point of `rotate_control` as a linear combination, from inner products alone.
 
-    A quadratic curve leads from $\Theta^t$ to $\Theta_i$ and has the control point $\varphi$. A correction moves its
-    ends to $\Theta^\tau$ and $\hat\Theta$, and `rotate_control` moves $\varphi$ to $\hat\varphi$. The vector
+    A quadratic curve leads from $\Theta^t$ to $\Theta_i$ and has the control point $\varphi$. If its ends move to
+    $\Theta^\tau$ and $\hat\Theta$, `rotate_control` moves the control point to $\hat\varphi$. The vector
     $\hat\varphi - \Theta^\tau$ is a linear combination of three vectors:
 
     - $\varphi - \Theta^t$, the control point relative to the start;

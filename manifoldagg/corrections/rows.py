@@ -1,8 +1,9 @@
-"""Inner products, norms and linear combinations of the vectors from which a correction computes its result.
+"""Inner products, norms and linear combinations of the vectors from which the correction of a stale update is computed.
 
-These vectors are the rows of a frame. They are the changes of a client's model during training (displacements), the
-change of the server's model in that time (drift), and any vectors that a correction adds. On a flat space, a row is
-stored as two models, and their difference is never stored.
+These vectors are the rows of a frame, which is the input of a correction. They are the changes of a client's model
+during training (displacements), the change of the server's model in that time (drift), and any additional vectors. On a
+flat space, a frame refers to the models before and after each change. To save memory, it does not store their
+difference.
 """
 
 import math
@@ -70,8 +71,8 @@ class FrameRows:
     def is_flat(self) -> bool:
         """Whether the space of the models has neither curved nor low-rank parameters.
 
-        On such a space, the new model is a linear combination of stored tensors. The server can compute it after it has
-        checked the client's update.
+        On such a space, a new model is a linear combination of stored tensors. The server can therefore check a
+        client's update first, and compute the new model only afterwards.
         """
         return self.transporter is None and not self.ambient.leaves
 
@@ -107,8 +108,8 @@ class FrameRows:
         """Diagnostics of numerical approximations, which the server includes in its response to an update.
 
         - On a curved space, a pole ladder can approximate parallel transport. The entry `rungs` is its number of steps.
-        - Low-rank parameters, such as LoRA adapters, are truncated to their rank. The attribute `diagnostics` of
-          `AmbientSpace` describes the errors of this truncation.
+        - Low-rank parameters, such as LoRA adapters, are truncated to their rank. The entries then describe the errors
+          of this truncation. They are documented at `AmbientSpace`.
 
         If there are no such approximations, the dict is empty.
         """
@@ -298,10 +299,11 @@ class FrameRows:
         return math.sqrt(max(float(gram.squared_norm(coefficients)), 0.0))
 
     def split_by_tensor(self: Self, coefficients: Matrix) -> Iterator[tuple[Self, Matrix]]:
-        """Iterate over the tensors of the model, so that a linear combination can be computed one tensor at a time.
+        """Split a linear combination of the rows into one linear combination for each tensor of the model.
 
-        For each tensor, the method yields a pair. Its first item is a frame with the entries of this tensor only. Its
-        second item contains the coefficients of the rows of this frame.
+        The rows are vectors with one entry for each parameter, such as the change of a client's model. For each tensor,
+        the method yields an object with only those entries of the rows that belong to the tensor, and their
+        coefficients. The caller can then compute one tensor at a time.
 
         Args:
             coefficients: one for each row, or (S, k) with separate coefficients for each of S tensors.
@@ -392,8 +394,8 @@ class FrameRows:
     def materialize(self, coefficients: Sequence[float] | Matrix, dtype: torch.dtype | None = None) -> Any:
         r"""Compute the linear combination $\sum_j c_j\, r_j$ of the rows $r_j$ in new memory.
 
-        The rows are the displacements of a client's update, the drift of the server's model, and any rows that a
-        correction added.
+        The rows are the changes of a client's model during training, the change of the server's model in that time, and
+        any additional vectors, such as a moving average of earlier updates.
 
         Args:
             coefficients: $c$, one for each row, or (S, k) with separate coefficients for each of S segments of the

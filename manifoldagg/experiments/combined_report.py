@@ -64,8 +64,8 @@ class CombinedReport:
     Attributes:
         runs: the runs, by problem, method and seed.
         targets: the target accuracy of each problem.
-        notes: a sentence for each other setting in which reports of a problem differ, such as the number of updates.
-            Methods and seeds are expected to differ, so they have no note.
+        notes: sentences about differences between reports of the same problem, such as different numbers of updates.
+            Different methods and seeds are expected, so there is no sentence about them.
     """
 
     runs: Runs
@@ -117,10 +117,11 @@ class CombinedReport:
         }
 
     def frame(self) -> pd.DataFrame:
-        """Return a data frame with a row for each problem and method. The results are means over the runs.
+        """Return a data frame with the mean results of the runs, one row for each problem and method.
 
-        Columns such as `final_low` and `final_high` contain the ends of the 95 % interval of a mean. The means of
-        `updates_to_target` and `time_to_target` include only the `num_reached` runs that reached the target.
+        A problem is a data set with its settings. Columns such as `final_low` and `final_high` are the ends of the 95 %
+        interval of the mean `final`. `num_reached` is the number of runs that reach the target accuracy of the problem.
+        Only these runs contribute to the means `updates_to_target` and `time_to_target`.
         """
         rows = []
         for (problem, method), runs in self.run_frame().groupby(["problem", "method"], sort=False):
@@ -132,9 +133,10 @@ class CombinedReport:
         return pd.DataFrame(rows)
 
     def tests(self, axis: str) -> pd.DataFrame:
-        """Test with `statistics.compare_pairs` whether the accuracies of any two methods differ.
+        """Test for each pair of methods whether their accuracies differ, with `statistics.compare_pairs`.
 
-        All accuracies on a problem are measured at the largest cost that every run of the problem reaches.
+        The accuracies are compared at equal training cost. For each problem (a data set with its settings), this cost
+        is the largest one that every run reaches.
 
         Args:
             axis: the measure of cost: `"updates"`, `"time"` (virtual seconds), `"gradients"` or `"bytes"`.
@@ -145,9 +147,10 @@ class CombinedReport:
         return compare_pairs(self._scores(axis))
 
     def one_sided_tests(self, method: str, axis: str) -> pd.DataFrame:
-        """Test with `statistics.compare_with` whether `method` is more accurate than the other methods.
+        """Test with `statistics.compare_with` whether `method` is more accurate than each other method.
 
-        All accuracies on a problem are measured at the largest cost that every run of the problem reaches.
+        The accuracies are compared at equal training cost. For each problem (a data set with its settings), this cost
+        is the largest one that every run reaches.
 
         Args:
             method: the name of the method.
@@ -180,10 +183,10 @@ class CombinedReport:
     def differences(self, baseline: str) -> pd.DataFrame:
         """Return the mean difference in accuracy between each method and the baseline on each problem.
 
-        Each run of a method is paired with the run of the baseline that has the same seed. The accuracies of all these
-        runs are measured at the same cost: the largest cost that all of them reach. The result has three columns for
-        each measure of cost (`updates`, `time`, `gradients` and `bytes`). For example, `at_updates` is the mean
-        difference, and `at_updates_low` and `at_updates_high` are the ends of its 95 % interval.
+        Each run of a method is paired with the run of the baseline that has the same seed. The accuracies are compared
+        at equal cost: the largest cost that all paired runs reach. The result has three columns for each measure of
+        cost (`updates`, `time`, `gradients` and `bytes`). For example, `at_updates` is the mean difference after the
+        same number of updates, and `at_updates_low` and `at_updates_high` are the ends of its 95 % interval.
 
         Raises:
             ArgumentError: if no problem contains the method, or no other method has a problem and a seed in common.
@@ -252,8 +255,9 @@ class CombinedReport:
 def load_reports(folders: Iterable[Path | str]) -> CombinedReport:
     """Read several reports of `manifoldagg compare` and combine their runs.
 
-    Reports of the same problem may contain different methods and seeds. If they differ in another setting, such as the
-    number of updates, the field `notes` of the result describes the difference.
+    Runs are compared if they have the same data set and the same learning task, such as the same partition over
+    clients. Their reports may contain different methods and seeds. The field `notes` of the result describes all other
+    differences, such as different numbers of updates.
 
     Raises:
         ArgumentError: if a folder is not a report (the message describes the fault), or if two reports contain a run of

@@ -291,7 +291,7 @@ def compare(
 
 
 def comparison_settings(dataset: LabelledDataset, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a comparison, except for its methods and its search of rates, as JSON values.
+    """Return the settings of a comparison of methods as JSON values, without the methods and the tuning of their rates.
 
     Args:
         dataset: the data set.

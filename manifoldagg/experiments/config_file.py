@@ -38,11 +38,11 @@ def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str]
 
     The result maps the name of each table to its arguments, in the order of the file. The tables have this format:
 
-    - A key is the long name of an option, and its value has the type of this option.
-    - The table `[defaults]` contains options that all comparisons share.
+    - A key is the long name of an option of the command without dashes. Its value has the type of this option.
+    - The table `[defaults]` contains options that all other tables share.
     - A list of strings is joined by commas.
-    - A repeatable option accepts one value, a list of values or a table. For example, the table `{fedasync = 0.5}`
-      stands for `fedasync=0.5`.
+    - An option that may be repeated, such as `--rate`, accepts one value, a list of values or a table. For example,
+      `rate = {fedasync = 0.5}` becomes `--rate=fedasync=0.5`.
 
     Args:
         path: the path of the file.

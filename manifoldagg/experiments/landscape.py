@@ -21,12 +21,12 @@ MAX_LANDSCAPE_LABELS = 8_000
 
 @dataclass(frozen=True)
 class Landscape:
-    """The loss on the plane through the control points of a curve that a client learned.
+    """The loss on the plane through a Bézier curve in parameter space, which a client trained.
 
     Attributes:
         method: the name of the method.
-        update_index: the index of the update that contains the curve.
-        client: the client that learned the curve.
+        update_index: the index of the update with which the client returned the curve.
+        client: the client that trained the curve.
         local: the loss on the training data of this client.
         held_out: the loss on the held-out data of all clients.
     """

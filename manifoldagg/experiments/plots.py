@@ -89,9 +89,10 @@ def draw_accuracy(
 ) -> None:
     """Plot the accuracy of each method against the cost of training, averaged over the seeds.
 
-    If the primary metric of the data set is not the accuracy, the plot shows the primary metric. A curve ends at the
-    largest cost that all seeds of the method reach. With several seeds, a band shows one standard deviation, unless
-    there are more methods than colours. The mean at a cost uses the latest evaluation of each seed up to this cost.
+    If the primary metric of the data set is not the accuracy, the plot shows the primary metric. At each cost, a curve
+    shows the mean over the latest evaluations of all seeds up to this cost. The curve ends at the largest cost that all
+    seeds of the method reach. With several seeds, a band shows one standard deviation, unless there are more methods
+    than colours.
 
     Args:
         path: the path of the plot.
@@ -215,10 +216,10 @@ def draw_sweep(path: Path, frame: Any, *, option: str, title: str, metric: str =
 def draw_starts(
     path: Path, starts: Mapping[str, Sequence[StartEvaluation]], *, title: str, metric: str = "accuracy"
 ) -> None:
-    """Plot the accuracy and the loss of the models from which a few clients started their training tasks.
+    """Plot the accuracy and the loss of the models that a few clients received as the starts of their training.
 
-    Each row of panels shows one client. The horizontal axis counts the models that this client has received. If there
-    are many clients, the plot shows only those that received the most models, summed over all methods.
+    Each row of panels shows one client. The horizontal axis numbers the models that this client received. The plot
+    shows at most three clients: those that received the most models in the runs of all methods together.
 
     Args:
         path: the path of the plot.
@@ -279,9 +280,10 @@ def draw_traces(path: Path, traces: Mapping[str, Sequence[TaskRecord[Any]]], *, 
 
 
 def draw_planes(path: Path, planes: Mapping[str, Plane], *, title: str) -> None:
-    """Plot the loss on several planes of one curve, one below the other.
+    """Plot several losses on the plane through one curve in parameter space, one below the other.
 
-    Each plane has its own scale, and all planes share a legend.
+    Each entry of `planes` contains the values of one loss, such as the loss on held-out data. Each plot has its own
+    colour scale, and all plots share a legend.
     """
     figure = new_figure(WIDTH, 0.6 + 3.7 * len(planes))
     for i, (plane, axes) in enumerate(zip(planes.items(), figure.subplots(len(planes)), strict=True)):

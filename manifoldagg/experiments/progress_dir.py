@@ -1,4 +1,4 @@
-"""The progress directory of a comparison, with finished runs, the checkpoint of the current run, and the log."""
+"""The folder in which a comparison of methods stores its finished runs, a checkpoint of the current run, and a log."""
 
 import hashlib
 import json

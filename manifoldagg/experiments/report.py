@@ -39,13 +39,13 @@ Runs = dict[str, dict[str, dict[int, "LoggedRun"]]]
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run that was read from a report.
+    """A simulated run that was read from a report of `manifoldagg compare`.
 
     Attributes:
         folder: the folder of the report.
         evaluations: the evaluations of the server's model, in order.
-        client_accuracy: the accuracy for each client with held-out samples on which the metric is defined. All values
-            belong to the evaluated model with the highest overall accuracy.
+        client_accuracy: the accuracy for each client. All values belong to the evaluated model with the highest overall
+            accuracy. Clients are omitted if they have no held-out samples, or if the metric is undefined for them.
     """
 
     folder: Path
@@ -79,8 +79,10 @@ class _Report:
 def write_report(comparison: Comparison, folder: Path | str) -> list[Path]:
     """Write the results and the plots of a comparison to a folder.
 
-    The folder contains `results.json`, `log.jsonl`, `timing.json` and the plots. The plot `starts.png` exists only if
-    start models were evaluated. The plot `plane.png` exists only if a client learned a curve.
+    The folder contains `results.json`, `log.jsonl`, `timing.json` and the plots. Two of the plots are optional:
+
+    - `starts.png` shows the accuracy of the models that clients received, if the comparison evaluated them.
+    - `plane.png` shows the loss near a curve in parameter space, if a client learned such a curve.
 
     Returns:
         The paths of the files, in this order.
@@ -105,9 +107,11 @@ def write_report(comparison: Comparison, folder: Path | str) -> list[Path]:
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """Read the files of a report, and return their content in the format of the option `--json`.
+    """Read a report that `manifoldagg compare` wrote to a folder.
 
-    The result includes the entries `log`, `timing` and `files`.
+    The result equals the JSON object that this command prints with the option `--json`. It contains the entries of
+    `results.json`, the content of the files `log.jsonl` and `timing.json` as `log` and `timing`, and the paths of all
+    files as `files`.
 
     Raises:
         OSError: if a file cannot be read.

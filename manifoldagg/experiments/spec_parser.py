@@ -1,6 +1,6 @@
 """Parser for specs. A spec such as `name:option=value,option=value` selects an object by name and sets its options.
 
-All error messages of a function in this module start with its argument `where`.
+If a function in this module has an argument `where`, its error messages start with the text of this argument.
 """
 
 import ast
@@ -45,7 +45,7 @@ WORDS = {"true": True, "false": False, "none": None, "inf": math.inf, "-inf": -m
 
 @dataclass(frozen=True)
 class Spec:
-    """A parsed spec, which selects an object by name and sets its options.
+    """The parsed form of a text such as `fedasync:rate=0.5`, which selects an object by name and sets its options.
 
     Attributes:
         name: the name, or `module:name` for an object in a user's module.
@@ -70,7 +70,7 @@ OptionReaders: TypeAlias = Mapping[str, Mapping[str, Reader]]
 def parse_specs(where: str, text: str, known: Collection[str] | None = None) -> list[Spec]:
     """Parse a comma-separated list of names, each of which may have options.
 
-    The first option follows the name and a colon. After a comma, `option=value` is a further option of the same name,
+    A colon separates a name from its first option. After a comma, `option=value` adds an option to the current name,
     and any other text starts the next name. For example, `asyncbezier:threshold=auto,degree=3,fedgs` contains
     `asyncbezier` with two options, and `fedgs` without options.
 
@@ -358,11 +358,11 @@ def user_reader(
     A reader is a function that builds a value from options. This reader imports the object `module:name`. The value
     depends on the object:
 
-    - If `num_arguments` is positive, a function with this number of required arguments is not called. The value is the
-      function itself, with the options as fixed keyword arguments.
-    - A class or any other function is called with the options as keyword arguments. The value is the result.
+    - A class or a function is called with the options as keyword arguments. The value is the result.
+    - If `num_arguments` is positive, functions with this number of required arguments are an exception. The value is
+      the function itself, with the options as fixed keyword arguments.
     - For an instance of a dataclass, the value is a copy of the instance in which the options replace fields.
-    - Any other object is itself the value, and cannot have options.
+    - For any other object, the value is the object, and options are not allowed.
 
     Args:
         noun: the description of the expected value in error messages, such as "a correction".

@@ -29,11 +29,11 @@ def load_sweep(folders: Iterable[Path | str], option: str) -> pd.DataFrame:
 
     `option` names one of the following:
 
-    - A setting of a comparison, such as `concurrency` or `clients`.
-    - An option within a setting. For example, `partition.concentration` is 0.5 in a comparison with
+    - A setting of the comparison, such as `concurrency` or `clients`.
+    - A parameter of a setting. For example, `partition.concentration` is 0.5 in a comparison with
       `--partition dirichlet:concentration=0.5`.
-    - An option of methods. For example, `epochs` is 1 for `--methods fedasync:epochs=1`. Methods that differ only in
-      this option are treated as the same method. Methods without this option are omitted.
+    - A parameter of methods. For example, `epochs` is 1 for `--methods fedasync:epochs=1`. Methods that differ only in
+      this parameter are treated as the same method. Methods without this parameter are omitted.
 
     If a value consists of several numbers, as in `epochs=4+2`, only the first number is used.
 

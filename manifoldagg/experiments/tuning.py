@@ -1,4 +1,7 @@
-"""Line search for the best global learning rate of each method. Its runs do not use the seeds of the comparison."""
+"""Line search for the global learning rate of each method, before a comparison of methods.
+
+The training runs of the search and those of the comparison have different random seeds.
+"""
 
 import hashlib
 import json
@@ -154,10 +157,11 @@ class Search:
 
     @property
     def best_power(self) -> int:
-        """The integer k for which the rate `start` times $2^k$ has the highest mean score.
+        """The exponent k of the best rate $2^k s$, where s is the attribute `start`.
 
-        If several rates have this score, the k nearest to 0 is selected. If two of them are equally near to 0, the
-        negative k is selected. If all scores are 0, the lowest k is selected.
+        The best rate has the highest mean of its `scores`. If several rates share the highest mean, the k nearest to 0
+        is selected. If two of them are equally near to 0, the negative k is selected. If all scores are 0, the lowest k
+        is selected.
         """
         means = {power: statistics.fmean(scores) for power, scores in self.scores.items()}
         if not any(means.values()):
@@ -188,8 +192,8 @@ def line_search(
     r"""Search for the rate with the highest mean score by doubling and halving the rate `start`.
 
     The search tries rates $s\,2^k$, where $s$ is `start` and $k$ is an integer with $|k| \le$ `max_doublings`. It
-    begins with $k = -1, 0, 1$. It then tries half and twice the best rate, and repeats this step until both have been
-    tried or exceed the limit on $|k|$. While all scores are 0, the lowest rate counts as the best.
+    begins with $k = -1, 0, 1$. In each further step, it tries half and twice the best rate so far, if they are new and
+    within the limit. It ends when there is no such rate. While all scores are 0, the lowest rate counts as the best.
 
     Args:
         score: a function of a rate that returns a score >= 0 for each repetition.
@@ -242,10 +246,11 @@ def tune(
     cache: Path | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Search | None:
-    """Search for the global learning rate with which a method has the highest mean `tail_accuracy`.
+    """Search for the global learning rate with which a method has the highest mean accuracy.
 
-    For each rate, the search simulates one run on each federated data set. A run has the score 0 if the rule rejects
-    the rate, the training diverges, or the rule raises a `RuleError`.
+    For each rate, the search simulates one run on each federated data set. The score of a run is its mean accuracy over
+    the last quarter of the updates (`tail_accuracy`). The score is 0 if the training diverges, or if the aggregation
+    rule of the method rejects the rate or raises a `RuleError`.
 
     Args:
         method: the method. Its rate is the start of the search.

@@ -193,7 +193,8 @@ def parse_workload(
 ) -> dict[str, Any]:
     """Parse the arguments `scheduler`, `delays` and `availability` of [`run`][manifoldagg.simulation.run].
 
-    Strings are parsed as names with options, and other values are unchanged.
+    A string such as `"exponential:mean=10"` is the name of an object with its options, and is replaced by this object.
+    Other values are unchanged.
 
     Example:
         >>> parse_workload(None, "exponential:mean=10", None)

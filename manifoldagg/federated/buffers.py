@@ -187,7 +187,7 @@ def accumulate(
     *,
     name: str = "buffers",
 ) -> PendingBuffers:
-    """Add a client's model buffers, such as running means, to those that wait for the server's next step.
+    """Add a client's model buffers, such as running means, to the buffers of earlier updates in `pending`.
 
     The function copies the buffers, and checks their values:
 
@@ -233,13 +233,14 @@ def accumulate(
 
 
 def apply_pending(pending: PendingBuffers, current: PackedBuffers, numbers: Mapping[str, float]) -> PackedBuffers:
-    r"""Return the server's model buffers after a step that changed the model.
+    r"""Return the new values of the server's model buffers, such as running means, when the model changes.
 
     The policy of a buffer determines its new value:
 
     - `"average"`: the server's value $b$ moves towards the weighted mean $\bar b$ of the clients' values. The new value
-      is $b + s\,(\bar b - b)$, where $s \in [0, 1]$ is the size of the model's step.
-    - Any other policy: the latest value, as stored in `pending.latest`.
+      is $b + s\,(\bar b - b)$, where $s \in [0, 1]$ is the metric `step` in `numbers`.
+    - `"latest"`: the value in the latest update. For integer batch counters, it is the largest value instead.
+    - `"leave"`: the server's value does not change.
 
     Args:
         pending: the buffers of the updates since the last step.

@@ -33,8 +33,8 @@ class NormLimitError(ArgumentError):
     Attributes:
         limit: the largest allowed norm. It is the option `norm_factor` of `UpdateLimits` times the median norm of the
             other clients' updates.
-        norms: the norm of the latest update of each client, for the checks of later updates. For the rejected update,
-            it contains the limit instead of the norm.
+        norms: the norm of the latest update of each client. The rejected update is included, with `limit` as its norm.
+            The server checks later updates with these norms.
     """
 
     def __init__(self, message: str, limit: float) -> None:
@@ -190,10 +190,10 @@ class UpdateLimits(KeywordHints):
         return update, kept, with_norm(norms, update.client, min(length, limit), self.norm_window)
 
     def clip_threshold(self, others: Sequence[float]) -> float:
-        """Return the largest norm that an update may have without being clipped.
+        """Return the norm above which the server clips an update.
 
-        The argument `others` contains the latest norms of the other clients. If `clip_factor` is set, the threshold
-        depends on their median. If no clipping applies, the result is infinity.
+        It is the smaller of two norms: the option `clip`, and the option `clip_factor` times the median of `others`
+        (the latest norms of the other clients). If neither option applies, the result is infinity.
 
         Example:
             >>> limits = UpdateLimits(clip=5.0, clip_factor=2.0, norm_after=3)
@@ -298,10 +298,10 @@ def _nearest_low_rank(space: Manifold, base: Tensor, points: Tensor, factor: flo
 
 
 def _norm_and_cosine(space: Manifold, base: Tensor, points: Tensor, current: Tensor | None) -> tuple[float, float]:
-    """Return the norm of an update, and the cosine of the angle between the client's and the server's change.
+    """Return the norm of an update, and the cosine between the changes of the client's and the server's model.
 
-    Both changes start at the model `base`. The client's change leads to its last point, and the server's change leads
-    to `current`. A NaN norm is returned as infinity. The cosine is NaN if `current` is `None` or a change is zero.
+    The client's model changed from `base` to `points[-1]`, and the server's model changed from `base` to `current`. If
+    `current` is `None` or a change is zero, the cosine is NaN. If the norm is NaN, the function returns infinity.
     """
     ends = points if current is None else [*points, current]
     if space.flat or space.ambient:

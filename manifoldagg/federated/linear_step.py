@@ -1,7 +1,7 @@
-"""Computation of linear steps, such as a step along the displacement of an update with a fixed step size.
+"""Computation of linear steps, which add a linear combination of vectors with known coefficients to the model.
 
-A linear step adds a linear combination of vectors with known coefficients to the model. One pass over the vectors can
-therefore compute the new model together with their inner products, which are needed only for checks and metrics.
+An example is a step with a fixed step size along the difference between a client's models after and before training.
+The same pass over the vectors also computes their inner products, for checks and metrics.
 """
 
 from dataclasses import replace

@@ -21,8 +21,8 @@ class ModelState:
         buffers: the buffers of the model, such as running means.
         pending_buffers: the buffers that clients have returned since the model last changed. `None` if there are none.
         version: the version $\tau$, which is the number of steps that have changed the model so far.
-        norms: the norm of each client's latest update, as pairs (client, norm). The tuple is empty if the server
-            limits neither the norms nor the cosines of updates.
+        norms: the norm of each client's latest update, as pairs (client, norm). The tuple is empty if no limit of the
+            server depends on the norm of an update.
     """
 
     current: Point

@@ -131,10 +131,9 @@ def unalias(tree: Tree, others: Tree) -> Tree:
 
 
 def combinations(tree: Tree) -> list[Combination]:
-    """List the linear combinations in a pytree that are not computed yet.
+    """List the linear combinations in a pytree that have not been computed yet.
 
-    A `Combination` object stores the vectors and the coefficients of a linear combination. Until the result is
-    computed, the object takes its place in the pytree.
+    They are `Combination` objects, which store the vectors and the coefficients of a linear combination.
     """
     if isinstance(tree, Combination):
         return [tree]
@@ -145,7 +144,7 @@ def combinations(tree: Tree) -> list[Combination]:
 def materialize(tree: Tree, computed: Mapping[Combination, Any] = NO_ROWS) -> Tree:
     """Return a copy of nested dicts in which each `Combination` is replaced by its value.
 
-    A `Combination` is a linear combination of vectors that is not computed yet.
+    A `Combination` is a linear combination of vectors that has not been computed yet.
 
     Args:
         tree: the nested dicts.

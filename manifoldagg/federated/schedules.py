@@ -65,8 +65,8 @@ class Cyclic:
 class Cosine:
     r"""Cosine learning-rate schedule.
 
-    During the first $T$ versions of the server model, the learning rate changes from $a$ to $b$ along half a period of
-    the cosine. Afterwards, it remains constant at $b$. At version $\tau$, the learning rate is
+    During the first $T$ steps of the server, the learning rate follows half a period of a cosine from $a$ to $b$.
+    Afterwards, it remains constant at $b$. After $\tau$ steps, at version $\tau$ of the server model, it is
 
     $$\eta(\tau) = b + \tfrac12 (a - b)\left(1 + \cos \frac{\pi \min(\tau, T)}{T}\right).$$
 
@@ -172,13 +172,13 @@ def check_function(name: str, function: Callable[[int], float]) -> None:
 
 
 def check_options(options: Any) -> None:
-    """Check that the fields of a frozen dataclass match their type annotations.
+    """Check that the options of a rule, schedule or trainer, which is a dataclass, match their type annotations.
 
-    Rules, schedules and trainers declare their options as such fields. The function checks fields that are booleans,
-    numbers, rates or staleness weights. It rejects tensors and arrays in place of numbers, because they are mutable.
+    The function checks the options that are booleans, numbers, learning rates (type `Rate`) or functions of the
+    staleness (type `Weight`). It rejects tensors and arrays in place of numbers, because they are mutable.
 
     Raises:
-        ArgumentError: if a field is invalid.
+        ArgumentError: if an option is invalid.
     """
     for option in fields(options):
         value = getattr(options, option.name)

@@ -81,10 +81,9 @@ class StepPlan:
 
     @cached_property
     def narrow_space(self) -> ParameterSpace | None:
-        """The space with which the server checks that new models are finite in the dtypes of the clients.
+        """The space of the models if the clients use narrower dtypes than the server, and `None` otherwise.
 
-        The value is `None` if the dtypes of the clients are not narrower than the dtype of the server. The server then
-        does not need the check.
+        The server then uses this space to check that a new model is finite in the dtypes of the clients.
         """
         return self.space if isinstance(self.space, ParameterSpace) and self.space.is_narrow else None
 
@@ -205,7 +204,7 @@ def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Upd
 def _own_finite_state(
     state: State, outcome: Outcome, before: ModelState, update: Update, out: Row | None
 ) -> tuple[State, Any]:
-    """Compute the next states of the rule and the client, check them, and copy tensors with shared memory.
+    """Compute and check the next states of the rule and the client, without memory shared with the inputs.
 
     Args:
         state: the next state of the rule, which may contain linear combinations that are not yet computed.

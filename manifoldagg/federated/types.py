@@ -176,10 +176,10 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class LinearStep:
-    """Step along a linear combination of vectors whose coefficients are known in advance.
+    """Server step that adds a linear combination of vectors with known coefficients to the model.
 
     The server computes the new model and the inner products of the vectors in one pass over the parameters. It uses the
-    inner products only for checks and metrics. A step whose coefficients depend on them needs a second pass.
+    inner products for checks and metrics. If the coefficients depended on them, the step would need a second pass.
 
     Attributes:
         frame: the vectors of the linear combination, on a flat space.
@@ -191,10 +191,7 @@ class LinearStep:
     metrics: Callable[[Gram], dict[str, float]]
 
     def metrics_within(self, gram: Gram) -> dict[str, float]:
-        """Return the metrics of this step from a Gram matrix that may also include other vectors.
-
-        The first rows and columns of the matrix must belong to the vectors of this step, in the same order.
-        """
+        """Return the metrics of this step from a Gram matrix of its vectors, possibly followed by other vectors."""
         gram = gram.first_rows(len(self.frame.rows))
         self.frame.remember_norms(gram.matrix.diagonal().tolist())
         return self.metrics(gram)
@@ -352,8 +349,8 @@ class Rule(Protocol):
     ) -> Message:
         """Return the message that the server sends to a client with its next task.
 
-        The server copies the tensors of the message. The message may therefore contain `current` itself as the start
-        model.
+        The start model in the message may be `current`, the tensor of the server model, because the server copies the
+        tensors of the message.
         """
 
     def step(
@@ -491,10 +488,10 @@ def accepts_tensor_lists(rule: Rule, space: Manifold) -> bool:
 
 
 def has_plan(rule: Rule) -> bool:
-    """Return whether a rule has a method `plan` that accepts models as lists of tensors.
+    """Return whether the server can call the method `plan` of a rule, with models as lists of tensors.
 
-    If a subclass overrides `step` but not `plan`, the result is false, because the inherited `plan` does not compute
-    the step of the subclass. The server then calls `step` with models as vectors.
+    Otherwise, the server calls `step` with models as vectors. If a subclass overrides `step` but inherits `plan`, the
+    result is false, because the inherited `plan` computes the step of the parent class.
     """
     return bool(getattr(rule, "accepts_tensor_lists", False)) and _defines_plan_last(type(rule))
 

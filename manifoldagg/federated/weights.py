@@ -120,8 +120,8 @@ class Weights:
     def without_ticket(self, client: Hashable) -> "Weights":
         """Return the weights of the clients after a task of one client has ended without an update.
 
-        The weights depend on the number of participating clients. A client no longer participates if it has no other
-        task and has never returned an update.
+        If the client has no other task and has never returned an update, it stops participating. This can change the
+        weights of the others, which depend on the number of participating clients.
         """
         before = self.reported.get(client, 0)
         if before >= 0:
@@ -262,8 +262,8 @@ class Weights:
 def check_client(client: Hashable, name: str = "client") -> Hashable:
     """Check the name of a client, and return it.
 
-    A name must be hashable and must compare by value. A tensor is therefore not a valid name. The function converts a
-    NumPy scalar to a Python value, because its comparison with a name that is a tuple would return an array.
+    A name must be hashable and must compare by value. A tensor is therefore not a valid name. The function converts
+    NumPy scalars to Python values.
 
     Args:
         client: the name of the client.
@@ -279,6 +279,7 @@ def check_client(client: Hashable, name: str = "client") -> Hashable:
     try:
         hash(client)
         found = all(part == part for part in _components(client))
+        # A comparison of a NumPy scalar with another client's name would return an array if that name is a tuple.
         plain = client.item() if isinstance(client, np.generic) else client
         if plain is not client and plain == client and hash(plain) == hash(client):
             client = plain
@@ -303,7 +304,7 @@ def _is_recap_due(num_reports: int) -> bool:
 
 
 def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int | None = None) -> tuple[int, ...]:
-    """Add a bit length to a histogram of sample counts, and remove the bit length `removed` if it is given."""
+    """Add a sample count of `bit_length` bits to a histogram, in place of one of `removed` bits."""
     longer = [*histogram, *[0] * (bit_length + 1 - len(histogram))]
     longer[bit_length] += 1
     if removed is not None:
@@ -314,10 +315,10 @@ def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int 
 
 
 def _bit_length_at(histogram: tuple[int, ...], rank: int, excluded: int) -> int:
-    """Return the bit length of the sample count at index `rank` in ascending order.
+    """Return the number of bits of the sample count whose rank is `rank`, counted from 0 in ascending order.
 
-    The entry `histogram[b]` is the number of clients whose sample count has b bits. Clients without samples do not
-    count, and neither does one client whose sample count has `excluded` bits.
+    The entry `histogram[b]` is the number of clients whose sample counts have b bits. The ranking excludes clients
+    without samples, and one client whose sample count has `excluded` bits.
     """
     for digits in range(1, len(histogram)):
         rank -= histogram[digits] - (digits == excluded)

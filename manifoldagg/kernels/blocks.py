@@ -65,10 +65,10 @@ class Blocks:
 
     @cached_property
     def reduction_levels(self) -> list[tuple[Index, Index]]:
-        """The order in which `pairwise_sum` adds the sums of the blocks: in pairs, level by level.
+        """The order in which `pairwise_sum` adds the partial sums of the blocks: in pairs, level by level.
 
-        A level is a pair `(left, right)` of index sequences of equal length. For each i, the sum with the index
-        `right[i]` is added to the sum with the index `left[i]`, and is not used again.
+        A level is a pair `(left, right)` of index sequences of equal length. For each i, the partial sum at the index
+        `right[i]` is added to the partial sum at the index `left[i]`. The following levels use only the updated one.
         """
         remaining = np.arange(len(self.table))
         levels = []

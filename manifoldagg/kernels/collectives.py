@@ -1,14 +1,15 @@
-"""Exchange of numbers between the ranks of a process group, without a deadlock if one rank fails.
+"""All-gather of numbers in a process group, without a deadlock if one rank fails.
 
-If a rank raised an exception and sent nothing, the other ranks would wait for it forever. Every rank therefore sends a
-first message of fixed length, even if it rejects its arguments. The message contains three things:
+Each rank contributes an array of numbers. If a rank raised an exception and sent nothing, the other ranks would wait
+for it forever. Every rank therefore sends a first message of fixed length, even if it rejects its arguments. The
+message contains three things:
 
 - whether the rank accepts its arguments;
 - the properties of the call that must be equal on all ranks, such as the operation;
-- the first numbers of the rank.
+- the first numbers of the array.
 
-From these messages, all ranks detect failures and differing calls. If a rank has more numbers than fit into the first
-message, a second message contains the rest.
+From these messages, all ranks detect failures and differing calls. If the array does not fit into the first message, a
+second message contains the rest.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,14 +34,14 @@ PACKET_HEADER = ("accepted", "position", "rank")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that exchange messages, and the position of the current rank among them.
+    """The ranks that exchange numbers, and the position of the current rank among them.
 
     Attributes:
-        groups: the process groups, in which the messages are gathered one after another. For a device mesh, there is
-            one group for each dimension, from the last to the first. After the last group, every rank has the messages
-            of the whole mesh.
+        groups: the process groups in which an all-gather is executed, in this order. For a device mesh, there is one
+            group for each dimension, from the last to the first. Each all-gather sends the result of the previous one,
+            so every rank finally has the numbers of all ranks in the mesh.
         position: the index of the current rank, in row-major order on a mesh.
-        device: the device to which messages are copied if a process group, such as NCCL, cannot send CPU tensors.
+        device: the device to which the numbers are copied if a process group, such as NCCL, cannot send CPU tensors.
     """
 
     groups: tuple["dist.ProcessGroup | None", ...]
@@ -69,9 +70,9 @@ class Ranks:
     def propagate_errors(self) -> Iterator[None]:
         """Return a context manager that reports an exception on this rank to the other ranks.
 
-        The other ranks receive the report in their next call of `all_gather_checked`. They then raise an error instead
-        of waiting forever. If no exception occurs, the current rank must also call `all_gather_checked` after the
-        context, because the other ranks wait for its message.
+        After the context, every rank must call `all_gather_checked`, which waits for all ranks. If an exception occurs
+        in the context, this rank sends an error report in place of the call. The other ranks then raise an error
+        instead of waiting forever.
         """
         try:
             yield

@@ -1,7 +1,7 @@
-"""Linear combinations of rows that one call of the kernels computes together.
+"""Linear combinations of vectors that one call of the kernels computes together.
 
-For example, an optimizer step computes new momenta and new parameters, and both depend on the old values. All
-combinations of a call therefore use the values that the rows have before the first result is written.
+For example, an optimizer step overwrites momenta and parameters, and both results depend on the old values. All
+combinations of a call therefore read the old values, even if a result overwrites them.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,8 @@ class LinearCombination:
         base: the row to which the weighted sum is added, or `None` for zero.
         rows: the rows of the weighted sum.
         coefficients: a single list with one coefficient for each row, or one such list for each tensor of the rows.
-        out: the row that receives the result. For `gram_combine`, its memory must be newly allocated. For
-            `combine_many`, it must be a list of tensors (a `TensorList`). The lengths of these tensors must be the same
-            in all combinations of the call.
+        out: the row that receives the result. `gram_combine` expects newly allocated memory. `combine_many` expects a
+            list of tensors (a `TensorList`). In one call, all combinations need tensors of the same lengths.
     """
 
     base: Operand | None
@@ -41,10 +40,10 @@ class LinearCombination:
         minus: Sequence[Row | None] | None,
         out: Operand,
     ) -> "LinearCombination":
-        """Build a linear combination, and omit the rows whose coefficients are 0.
+        """Build a linear combination of vectors (rows), and omit the rows whose coefficients are 0.
 
-        For each row, `minus` contains a vector that is subtracted from this row, or `None`. If `rows` is an `Operands`
-        object, it already contains these vectors, and `minus` must be `None`.
+        If `minus[i]` is not `None`, it is subtracted from row i. An `Operands` object contains rows together with the
+        vectors to subtract. If `rows` is such an object, `minus` must be `None`.
 
         Raises:
             ArgumentError: if a row is not a valid row, or if lengths or devices differ.
@@ -81,8 +80,8 @@ class LinearCombination:
 def must_defer(combinations: Sequence[LinearCombination]) -> list[bool]:
     """Determine which results must not be written before all linear combinations are computed.
 
-    The combinations are computed in the given order. If a later combination reads the memory into which a result is
-    written, this result must be written last. The function returns one boolean for each combination.
+    The combinations are computed in the given order. A result must be deferred if it overwrites memory that a later
+    combination reads. The function returns one boolean for each combination.
     """
     later: set[int] = set()
     deferred = []

@@ -94,10 +94,10 @@ class Operands:
 
     @staticmethod
     def of(rows: Tensor | Sequence[Row], minus: Subtrahend = None) -> "Operands":
-        """Validate rows and their optional subtrahends.
+        """Validate vectors (rows), and optionally vectors that are subtracted from them.
 
-        `minus` is `None`, a single vector that is subtracted from all rows, or a sequence with one subtrahend or `None`
-        for each row.
+        `minus` is `None`, a single vector that is subtracted from all rows, or a sequence that contains a vector or
+        `None` for each row.
 
         Raises:
             ArgumentError: if a row is neither a floating vector nor a tuple of floating tensors, or if lengths or
@@ -151,10 +151,10 @@ class Operands:
         return operands
 
     def with_base_and_out(self, base: Row | None, out: Row | None) -> tuple["Operands", Operand | None, Operand | None]:
-        """Validate the base row and the target row of a linear combination of these rows.
+        """Validate two further rows for a linear combination of the rows in this object: the base and the target.
 
-        The kernel adds the linear combination to `base`, and writes the sum into the target `out`. Both `base` and
-        `out` must have the same size and device as the rows.
+        The kernel adds the linear combination to `base`, and writes the sum into the target `out`. Both must have the
+        same size and device as the rows in this object.
 
         Returns:
             The rows, the base and the target. If the base or the target is a list of tensors and the rows are vectors,
@@ -173,10 +173,10 @@ class Operands:
         return rows, start, None if out is None else rows.as_operand("out", out)
 
     def as_operand(self, name: str, row: Any, index: int | None = None) -> Operand:
-        """Validate a row, and convert it to the form that the kernels accept (an operand).
+        """Validate a row, and convert it to an operand, which is the form that the kernels accept.
 
         A row is either a vector, which is returned unchanged, or a tuple of tensors, which is converted to a
-        `TensorList`. It must have the same length and device as the first row.
+        `TensorList`. All rows must have the same length and device.
 
         Raises:
             ArgumentError: if the row is invalid. The message names the row, or the tensor in it.
@@ -445,9 +445,9 @@ def _have_same_dtypes(out: Operand, row: Operand, pieces: np.ndarray) -> bool:
 
 
 def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int, int], ...]:
-    """Convert the lengths of consecutive segments to the start and the stop of each segment.
+    """Convert the lengths of consecutive segments of a vector to the start index and the stop index of each segment.
 
-    If `segments` is `None`, the result is a single segment with `size` entries.
+    The vector has `size` entries. If `segments` is `None`, the whole vector is a single segment.
 
     Raises:
         ArgumentError: if the lengths do not sum to `size`.
@@ -469,10 +469,10 @@ def segment_bounds(segments: Sequence[int] | None, size: int) -> tuple[tuple[int
 
 
 def check_coefficients(coefficients: Any, s: int, k: int) -> Tensor | list[list[float]]:
-    """Validate coefficients for s segments and k rows, and convert them to the shape (s, k).
+    """Validate the coefficients of k vectors, and convert them to the shape (s, k) for s segments of the vectors.
 
-    Plain numbers are returned as nested lists of floats. If the coefficients contain tensors, they are returned as one
-    tensor, which preserves derivatives.
+    If all segments (such as layers) share k coefficients, these are repeated. Plain numbers are returned as a list of s
+    lists of floats. If the coefficients contain tensors, they are returned as one tensor, which preserves derivatives.
 
     Raises:
         ArgumentError: if the coefficients are not numbers, or if their shape is neither (k,) nor (s, k).
@@ -527,9 +527,9 @@ def needs_autograd_path(tensors: Iterable[Row]) -> bool:
 
 
 def is_sharded(*groups: "Subtrahend | Operands") -> bool:
-    """Return whether any of the given rows is distributed over several processes (ranks).
+    """Return whether any of the given vectors is distributed over several processes (ranks).
 
-    This is the case if a row is a `DTensor`, or if the function is called in a context of `across_ranks`.
+    This is the case if a vector is a `DTensor`, or if the function is called in a context of `across_ranks`.
     """
     if torch.compiler.is_compiling():
         return False

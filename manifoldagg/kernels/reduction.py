@@ -68,15 +68,16 @@ def _sum_over_blocks(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> 
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    r"""Add the sums of the blocks in each segment, and compensate for the rounding errors.
+    r"""Compute the sum of each segment of a vector from the sums of its blocks, and compensate for rounding errors.
 
-    The function adds neighbouring blocks pairwise, level by level. Knuth's two-sum algorithm computes the rounding
-    error of each addition, and these errors are added separately. Each total therefore consists of a high part $h$,
-    which is the rounded total, and a low part $l$, which is the remaining error.
+    A segment, such as a layer, consists of blocks of consecutive entries. The function adds the sums of neighbouring
+    blocks pairwise, level by level. Knuth's two-sum algorithm computes the rounding error of each addition, and these
+    errors are added separately. Each total therefore consists of a high part $h$, which is the rounded total, and a low
+    part $l$, which is the remaining error.
 
     For summands $x$ and the unit roundoff $u$ of float64, $h + l$ differs from the exact sum by a term of order
-    $u^2 \sum |x|$. Usually, $h$ is therefore the exact sum, rounded once. The two exceptions are ties, and summands
-    that cancel almost completely.
+    $u^2 \sum |x|$. Usually, $h$ is therefore the exact sum, rounded once. It can differ in two cases: if the exact sum
+    is almost midway between two float64 numbers, or if the summands cancel almost completely.
 
     Args:
         block_sums: (B, n) float64, one row for each block.
@@ -147,10 +148,10 @@ def out_of_range(rows: Operands, sums: np.ndarray) -> np.ndarray | None:
 
 
 def scaling_exponents(rows: Operands, blocks: Blocks, is_out_of_range: np.ndarray) -> np.ndarray:
-    """Compute powers of two that scale rows whose squares overflow or underflow in float64.
+    """Compute an exponent $e$ for each row whose squared norm overflows or underflows in float64.
 
-    Such a row is divided by $2^e$ before its inner products are computed. The power $2^e$ is close to the largest entry
-    of the row.
+    The inner products of such a row are computed after its division by $2^e$, which avoids the overflow or underflow.
+    The power $2^e$ is close to the largest absolute value in the row.
 
     Args:
         rows: k rows.

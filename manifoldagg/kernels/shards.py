@@ -91,7 +91,7 @@ def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
 
     The other ranks then raise an [`ArgumentError`][manifoldagg.errors.ArgumentError] that names this rank, instead of
     waiting for it forever. Within the context, check the arguments of `sharded.gram` or `sharded.combine`. Call these
-    two functions only after the context, because they open such a context themselves.
+    two functions after the end of the context, because each of them opens its own context.
 
     Raises:
         ArgumentError: if the tensors are not shards, or if their mesh does not contain this rank.
@@ -111,13 +111,14 @@ def collective_guard(*groups: Subtrahend | Row) -> Iterator[Ranks]:
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """The parts of several distributed vectors that the current rank stores.
+    """The entries of several distributed vectors that the current rank stores.
 
     Attributes:
         blocks: the partition of the local entries into blocks.
         is_counted: one boolean for each segment, such as a layer. If several ranks store copies of the same entries, it
             is `True` on only one of them, so that a sum over the ranks includes these entries once.
-        segments_checksum: a checksum of the segments, or of the replicated segments within `across_ranks`.
+        segments_checksum: for `DTensor`s, a checksum of the segment bounds in the whole vectors. Within `across_ranks`,
+            a checksum of the indices of the replicated segments.
         dtypes_checksum: a checksum of the names and dtypes of the vectors. The ranks compare both checksums to detect
             calls with different arguments.
         local_tensors: a mapping from the `id` of each vector to its local part.

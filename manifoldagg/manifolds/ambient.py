@@ -4,8 +4,8 @@ The matrix of a LoRA adapter has a low rank, but the sum of two such matrices ca
 combination is therefore computed in two steps. The first step computes the sum in the vector space of all matrices (the
 ambient space). The second step projects the sum onto the nearest matrix of the given rank.
 
-The code calls each tensor of a model a leaf. A flat leaf is an ordinary parameter, and a low-rank leaf is the matrix of
-an adapter.
+The code calls each parameter of a model a leaf. A flat leaf is an ordinary tensor. A low-rank leaf is the matrix of an
+adapter, which is stored as two factors.
 """
 
 import math
@@ -96,10 +96,10 @@ class AmbientSpace:
     def gram(
         self, rows: Sequence[Row], *, minus: Sequence[Row | None] | None = None, segments: Sequence[int] | None = None
     ) -> Tensor:
-        """Compute the matrix of inner products of k vectors, for each parameter of the model (each leaf of the space).
+        """Compute the matrix of inner products of k vectors, separately for each parameter of the model (each leaf).
 
-        Vector i is the difference `rows[i] - minus[i]`. On a flat space, the method calls
-        [`gram`][manifoldagg.kernels.gram] with the same arguments, and returns its result.
+        Vector i is the difference `rows[i] - minus[i]`, or `rows[i]` if `minus` or `minus[i]` is `None`. If the models
+        have no adapters, the method returns the result of [`gram`][manifoldagg.kernels.gram] for the same arguments.
 
         Returns:
             The matrix of inner products (S, k, k) for each of S leaves. If `segments` is `None`, the sum of these
@@ -184,15 +184,15 @@ class AmbientSpace:
         return point
 
     def tangent_lengths(self, rows: Sequence[Row], coefficients: Sequence[float], point: Tensor) -> tuple[float, float]:
-        """Compute two norms that show how accurately a point approximates a linear combination of vectors.
+        """Measure how accurately a point of the manifold approximates a linear combination of vectors.
 
-        The error is the combination minus the point. If the point is the nearest one to the combination, the error is
-        orthogonal to the tangent space at the point. The method therefore computes the norm of the tangent component of
-        the error. The second norm, that of the combination, is the reference for a relative error. Both norms include
-        only the matrices of LoRA adapters.
+        The difference between a combination and its nearest point is orthogonal to the tangent space at this point. The
+        smaller the tangent component of the difference, the more accurate is the point. The method measures only the
+        matrices of LoRA adapters.
 
         Returns:
-            The norm of the tangent component of the error, and the norm of the combination.
+            The norm of the tangent component of the difference, and the norm of the combination (the reference for a
+            relative error).
         """
         tangent_norms = [0.0]
         norms = [0.0]
@@ -237,9 +237,10 @@ class AmbientSpace:
     def combine_exact(
         self, rows: Sequence[Row], coefficients: LeafCoefficients, *, minus: Sequence[Row | None]
     ) -> tuple[Tensor, ...]:
-        """Compute a linear combination of vectors in float64, without truncating it to the rank of the space.
+        """Compute a linear combination of vectors in float64, without truncating its low-rank matrices.
 
-        A low-rank matrix is stored as two factors. The factors of all terms are concatenated, so their ranks add up.
+        A low-rank matrix is stored as two factors. The factors of a sum are the concatenated factors of its terms, so
+        the number of their columns is the sum of the ranks of the terms.
         """
         pieces = self._combine_flat(None, rows, coefficients, minus, torch.float64)
         for i in self._low_rank_leaves:

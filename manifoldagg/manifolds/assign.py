@@ -76,10 +76,10 @@ def assign_manifolds(
 
 
 def _fit_space(leaf: Entry, space: Any, name: str) -> Manifold:
-    """Return the manifold of a parameter to which the user has assigned the manifold `space`.
+    """Return the manifold of a whole parameter, given the manifold `space` that the user has chosen for it.
 
-    If the parameter has additional axes, the result is a power of `space`. For example, a parameter of shape (10, 3)
-    with `Sphere(3)` contains 10 points of the sphere, so its manifold is `Power(Sphere(3), (10,))`.
+    If the parameter has more axes than a point of `space`, it contains several points. For example, with `Sphere(3)`, a
+    parameter of shape (10, 3) contains 10 points of the sphere. Its manifold is then `Power(Sphere(3), (10,))`.
     """
     if space is None:
         return Flat(leaf.size)

@@ -26,7 +26,8 @@ BufferPolicy = Mapping[str, str] | Sequence[str]
 def check_buffer_policy(patterns: Any) -> BufferPolicy:
     """Check that the argument `buffer_policy` has a valid type, and return it.
 
-    Valid types are a mapping from names or glob patterns of buffers to policies, and a sequence of glob patterns.
+    The argument determines how a server updates the buffers of a model. It is a mapping from names or glob patterns to
+    policies, such as `"average"`, or a sequence of glob patterns that have this policy.
 
     Raises:
         ArgumentError: if `patterns` has another type. A single string is not a sequence of patterns.
@@ -40,17 +41,18 @@ def check_buffer_policy(patterns: Any) -> BufferPolicy:
 
 
 def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[str, str]:
-    """Return the policy of each buffer: `"average"`, `"latest"` or `"leave"`.
+    """Return the policy of each buffer, which determines how the server updates the buffer.
+
+    - `"average"`, the default: the server moves the buffer towards the value that a client returns.
+    - `"latest"`: the server replaces the buffer by the value that a client returns, but never decreases a counter.
+    - `"leave"`: the server does not change the buffer.
 
     The user assigns policies to names and to glob patterns (`patterns`). A name has precedence over a pattern, and an
-    earlier pattern over a later one. A buffer without a match has the policy `"average"`.
+    earlier pattern over a later one.
 
-    Only floating dtypes of at least 16 bits can be averaged. For a buffer of another dtype, the policy `"average"` is
-    replaced:
-
-    - An integer counter with the name `num_batches_tracked` gets the policy `"latest"`. The server never decreases it.
-    - Any other buffer gets the policy `"leave"`. Otherwise, one client could overwrite the indices or masks of all
-      clients.
+    Only floating dtypes of at least 16 bits can be averaged. For another dtype, `"average"` is replaced by `"latest"`
+    if the buffer is an integer counter with the name `num_batches_tracked`, and by `"leave"` otherwise. One client
+    therefore cannot overwrite the indices or masks of all clients.
 
     Raises:
         ArgumentError: if `patterns` or a policy is invalid, or a pattern of a mapping matches no entry.

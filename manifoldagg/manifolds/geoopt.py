@@ -181,7 +181,7 @@ class FrozenGeooptManifold:
 
 @dataclass(frozen=True)
 class GeooptManifold(Manifold):
-    """A wrapper with which a geoopt manifold (`geoopt.Manifold`) can be used as a manifold of this package.
+    """A wrapper that implements the interface `Manifold` with the methods of a geoopt manifold (`geoopt.Manifold`).
 
     - The wrapper calls the methods of the geoopt manifold in float64, and converts the results to the dtype of the
       points.
@@ -376,7 +376,8 @@ def _freeze_known(manifold: Any) -> FrozenGeooptManifold:
 def _freeze_declared(manifold: Any, capabilities: Collection[str] | None, radius: float | None) -> FrozenGeooptManifold:
     """Return an immutable copy of a manifold whose class the user has derived from `geoopt.Manifold`.
 
-    Such a class can inherit methods that are wrong for its geometry. Therefore, `capabilities` names the correct ones.
+    Such a class can inherit methods that are wrong for its geometry. The user therefore lists the correct methods in
+    `capabilities`.
 
     Args:
         manifold: the manifold.
@@ -422,9 +423,9 @@ def _curvature(manifold: Any) -> Tensor:
 
 
 def _subsphere(projector: Tensor) -> FrozenGeooptManifold:
-    """Return the unit sphere of a subspace, which is given by a matrix that projects onto it.
+    """Return the unit sphere of the subspace onto which the matrix `projector` projects.
 
-    The function first corrects the rounding errors of this matrix, so that it is symmetric and idempotent.
+    The function first corrects the rounding errors of the matrix, so that it is symmetric and idempotent.
 
     Raises:
         ArgumentError: if `projector` is not a single matrix.
@@ -446,9 +447,9 @@ def _subsphere(projector: Tensor) -> FrozenGeooptManifold:
 
 
 def _check_sizes(name: str, manifold: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Check that tensors of the given shape can contain points of a geoopt manifold, and return the shape as a tuple.
+    """Check that a point of a geoopt manifold can have the given shape, and return the shape as a tuple.
 
-    The leading axes of the shape can be batch axes.
+    A shape with additional leading axes, for a batch of points, is also valid.
 
     Raises:
         ArgumentError: if the shape is invalid. The message starts with `name`.

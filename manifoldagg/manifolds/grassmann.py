@@ -1,7 +1,7 @@
 """The Grassmann manifold, whose points are the subspaces of a fixed dimension.
 
-A subspace is represented by a matrix whose columns form an orthonormal basis of it. All such matrices represent the
-same point.
+A subspace is represented by a matrix whose columns form an orthonormal basis of it. All orthonormal bases of a subspace
+represent the same point.
 """
 
 import math

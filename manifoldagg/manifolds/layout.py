@@ -86,8 +86,8 @@ class ModelSignature(NamedTuple):
         names: the names of the tensors, in the order of the state dict.
         shapes: the shapes of the tensors.
         dtypes: the dtypes of the tensors.
-        tied: a pair (name, first name) for each floating-point tensor that shares its memory with an earlier tensor.
-            The first name is the name of the earlier tensor.
+        tied: a pair of names for each floating-point tensor that shares its memory with an earlier tensor: the name of
+            the tensor, and the name of the earlier tensor.
     """
 
     names: tuple[str, ...]
@@ -152,7 +152,7 @@ class Layout:
     def of_state_dict(
         state: Mapping[str, Tensor], buffer_patterns: Sequence[str] = (), dtype: torch.dtype | None = None
     ) -> "Layout":
-        """Return the layout of a state dict.
+        """Return the layout of a state dict, which lists its parameters in order, and its buffers.
 
         All floating-point tensors are parameters, except batch statistics and tensors whose names match one of
         `buffer_patterns`. All other tensors are buffers.
@@ -560,9 +560,10 @@ def _find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
 def layout_of(
     signature: ModelSignature, buffer_patterns: tuple[str, ...] = (), dtype: torch.dtype | None = None
 ) -> Layout:
-    """Return the layout of state dicts from their signature (their names, shapes, dtypes and tied parameters).
+    """Return the layout of all state dicts with the given signature: the order of the parameters, and the buffers.
 
-    The arguments `buffer_patterns` and `dtype` have the same meaning as in `Layout.of_state_dict`.
+    The signature contains the names, shapes and dtypes of the tensors, and the names of tied parameters. The arguments
+    `buffer_patterns` and `dtype` have the same meaning as in `Layout.of_state_dict`.
     """
     names, shapes, dtypes, tied = signature
     entries = [Entry(name, tuple(shape), kind) for name, shape, kind in zip(names, shapes, dtypes, strict=True)]

@@ -62,10 +62,10 @@ class ModelLoss:
         return {entry.name: self.replacement_of(tensors[entry.name]).detach().clone() for entry in self.layout.buffers}
 
     def replacement_of(self, tensor: Tensor) -> Tensor:
-        """Return the replacement for a tensor of the module, or the tensor itself if it has no replacement.
+        """Return the tensor that this loss function uses instead of a buffer or a frozen parameter of the module.
 
-        The loss does not modify the module. It therefore has its own copies of the buffers, such as batch statistics.
-        It can also replace frozen parameters.
+        A forward pass can modify buffers, such as batch statistics. The loss function therefore uses copies, so that
+        the module does not change. If a tensor has no replacement, the method returns the tensor itself.
         """
         name = self._names().get(id(tensor))
         return tensor if name is None else self.replacements.get(name, tensor)

@@ -42,7 +42,7 @@ CHECKED_METHODS = PRIMITIVES | {"gradient", "invariant"}
 
 @dataclass(frozen=True)
 class Leaf:
-    """A named part of the points of a manifold, which has a manifold of its own.
+    """A named part of the points of a manifold. The values of this part are themselves points of a manifold.
 
     For example, each parameter of a model is a leaf of the parameter space of the model.
 
@@ -262,9 +262,10 @@ class Manifold(abc.ABC):
         return x
 
     def _missing(self, formula: str, *arguments: Any) -> Tensor:
-        """Handle the call of a formula that the class does not implement, by raising `NotImplementedError`.
+        """Raise `NotImplementedError`, because the class does not implement an operation (`formula`).
 
-        Classes that combine or wrap other manifolds override this method, to call the formula of those manifolds.
+        Classes that combine or wrap other manifolds override this method. They then call the operation of those
+        manifolds.
         """
         raise self._not_implemented(formula)
 

@@ -1,8 +1,8 @@
 """Matrix functions with small rounding errors, whose derivatives are correct even for repeated eigenvalues.
 
 If two eigenvalues are equal, autograd through an eigendecomposition returns infinity or NaN. The polar factor (`polar`)
-and the matrix logarithm (`differentiable_log`) are therefore computed without autograd. Newton steps are then applied
-to the result. They change it only by rounding errors, and autograd differentiates only these steps.
+and the matrix logarithm (`differentiable_log`) are therefore computed without autograd. A few Newton steps are then
+applied to the computed value. Autograd differentiates only these steps, which change the value only by rounding errors.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,11 @@ __all__ = ["differentiable_log", "eye", "matrix_exp", "orthogonal_part", "polar"
 
 
 def matrix_exp(a: Tensor) -> Tensor:
-    """Compute the matrix exponential $e^A$ of one or more matrices (*batch, n, n), accurate to rounding.
-
-    `torch.matrix_exp` (torch 2.13) is accurate for two or more matrices. For a single matrix with a norm near 0.05, its
-    error is 1e-11 in float64. A single matrix is therefore computed together with a zero matrix.
-    """
+    """Compute the matrix exponential $e^A$ of a matrix or a batch of matrices (*batch, n, n), accurate to rounding."""
     if a.shape[:-2].numel() > 1:
         return torch.matrix_exp(a)
+    # `torch.matrix_exp` (torch 2.13) is accurate for a batch of two or more matrices. For a single matrix with a norm
+    # near 0.05, its error is 1e-11 in float64. A zero matrix is therefore added to a single matrix.
     exponential: Tensor = torch.matrix_exp(torch.stack([a, torch.zeros_like(a)]))
     return exponential[0]
 

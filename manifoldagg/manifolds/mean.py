@@ -166,11 +166,11 @@ def mean_in_span(
 
 
 def _ambient_mean(space: Manifold, points: Tensor, weights: Tensor, tolerance: float) -> KarcherMean:
-    """Compute weighted means of the parameters of models with LoRA adapters.
+    """Compute weighted means of the parameters of models with LoRA adapters, and the residuals of these means.
 
     The mean is the weighted sum of the parameters, but each adapter matrix in this sum is replaced by the nearest
-    matrix of its rank. The difference between the sum and an exact nearest matrix is orthogonal to the tangent space.
-    The residual is therefore the norm of the tangent component of this difference.
+    matrix of its rank. The residual measures the numerical error of this replacement. It is the norm of the tangent
+    component of the difference between the sum and the mean, which is 0 for an exact nearest matrix.
     """
     if needs_autograd_path([points, weights]):
         raise ArgumentError("points: expected tensors without gradients for a mean of low-rank leaves, got a gradient")

@@ -1,6 +1,6 @@
-"""Conversion of models to dicts of tensors, and of such dicts to models. The tensors share the memory of the models.
+"""Conversion of models to dicts of named tensors that share the memory of the models, and conversion back to models.
 
-A model is a state dict, or a list of tensors or NumPy arrays.
+A model is a list or a dict of tensors or NumPy arrays, such as a state dict.
 """
 
 import copy
@@ -92,9 +92,9 @@ def _tensor_over(name: str, array: Any, writable: bool) -> Tensor:
 
 
 def open_for_write(layout: Layout, out: Model, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of the model `out`, after checking that each of them can be written.
+    """Check that the tensors of the model `out` can be overwritten, and return them.
 
-    The function does not detect tensors that share memory. `check_no_overlap` detects them.
+    The function does not check whether they share memory with other tensors. `check_no_overlap` checks this.
 
     Raises:
         ArgumentError: if the tensors do not match the layout or the devices of `current`, or are not writable.

@@ -441,10 +441,10 @@ class ParameterSpace(Delegate):
         return stacked if self.adapters is None else self.adapters.gauge_free_norms(stacked)
 
     def state_dict(self, point: Float[Tensor, " P"], buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        r"""Return the state dict of the model at `point`.
+        r"""Convert the vector `point`, which contains all parameters of the model, to a state dict.
 
-        Its tensors are copies in the dtypes of the model. All names of a tied parameter share one tensor. The factors
-        of LoRA adapters are balanced, which means that $B^\top B = A A^\top$.
+        The tensors are copies in the dtypes of the model. If a parameter has several names (is tied), each name refers
+        to the same tensor. In general, the factors of LoRA adapters are balanced: $B^\top B = A A^\top$.
 
         Args:
             point: a finite point (P,).

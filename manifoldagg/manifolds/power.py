@@ -1,6 +1,7 @@
-"""Powers of a manifold: products of several copies of the manifold.
+"""Power manifolds, which are products of several copies of one manifold.
 
-For example, if the rows of an embedding table are points of a hyperbolic space, the table is a point of its power.
+For example, if each row of an embedding table is a point of a hyperbolic space, the table is a point of a power of this
+space.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +28,8 @@ class Power(Delegate):
     $$\langle u, v\rangle_x = \sum_i \langle u_i, v_i\rangle_{x_i}, \qquad
       \operatorname{inj}(x) = \min_i \operatorname{inj}(x_i).$$
 
-    The logarithm is defined if each copy is within its own injectivity radius.
+    The logarithm $\log_x y$ is defined if, for each $i$, the distance from $x_i$ to $y_i$ is below the injectivity
+    radius of $M$ at $x_i$.
 
     Args:
         space: the space of one copy.
@@ -86,11 +88,11 @@ class Power(Delegate):
 
 
 def factor_parts(space: Manifold, *tensors: Tensor) -> list[tuple[Leaf, list[Tensor]]]:
-    """Split points or tangents (*batch, *shape) into the parts that belong to the leaves of a manifold.
+    """Split points or tangents (*batch, *shape) into the named parts (leaves) of a manifold.
 
-    The leaves of a manifold are its named parts, such as the factors of a product or the parameters of a model. A part
-    can consist of several points of one manifold, such as the rows of an embedding table. These points are then
-    returned as a batch, and the returned leaf contains the manifold of a single point.
+    For example, the leaves of the parameter space of a model are its parameters. A leaf can consist of several points
+    of one manifold, such as the rows of an embedding table. The function then returns these points as a batch, together
+    with the manifold of one point.
 
     Returns:
         A list of pairs: a leaf, and its part of each tensor.

@@ -75,7 +75,7 @@ class Product(Composite):
         return dict(zip((name for name, _ in self.factors), self._split(x), strict=True))
 
     def join(self, parts: Mapping[str, Tensor]) -> Point:
-        """Concatenate one point of each factor to a point (*batch, P) of the product.
+        """Concatenate one point of each factor into a point (*batch, P) of the product.
 
         The keys of `parts` are the names of the factors. Tangents are concatenated in the same way. The batch axes of
         all parts are broadcast. This method is the inverse of `split`.

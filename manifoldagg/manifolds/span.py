@@ -30,8 +30,8 @@ MAX_NORM_RATIO = 2.0
 class Span:
     """The linear span of k points of a product of spheres and flat spaces.
 
-    Its basis consists of one of the points, $p_h$, and of the differences $p_j - p_h$ between the other points and
-    $p_h$. These differences represent small distances accurately.
+    The basis consists of one point $p_h$, which the caller chooses, and of the differences $p_j - p_h$ for all other
+    points. With differences, the distances between nearby points can be computed without cancellation.
 
     Args:
         rows: the points (P,).
@@ -166,12 +166,12 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class SpheresInSpan(Manifold):
-    r"""The product of R unit spheres, whose points are stored as the coefficients of linear combinations.
+    r"""The product of R unit spheres, whose points are linear combinations of fixed vectors.
 
-    On each sphere, k vectors are given, and a point is a linear combination of them. A point of the product is
-    therefore a matrix of coefficients (R, k) with one row for each sphere. Let $B$ (k, k) be the Gram matrix of the k
-    vectors of one sphere. The inner product of two linear combinations with the coefficients $a$ and $b$ is then
-    $a^\top B\, b$. With this inner product, all formulas are the same as in [`Sphere`][manifoldagg.manifolds.Sphere].
+    For each sphere, k vectors are fixed. A point is stored as the matrix (R, k) of its coefficients, with one row for
+    each sphere. Let $B$ (k, k) be the Gram matrix of the k vectors of one sphere. The inner product of two linear
+    combinations with the coefficients $a$ and $b$ is then $a^\top B\, b$. With this inner product, all formulas are the
+    same as in [`Sphere`][manifoldagg.manifolds.Sphere].
 
     Args:
         products: the Gram matrices B of the vectors, (R, k, k).

@@ -1,6 +1,6 @@
 """JSON-compatible descriptions (specs) of parameter spaces.
 
-From a spec, another machine can construct an equal space. It does not need the model itself.
+From a spec, another machine can construct an equal parameter space without the model.
 """
 
 import hashlib

@@ -40,7 +40,7 @@ class CertifiedLog:
         residual: the error $\|\exp_x(\mathrm{tangent}) - y\|$ (*batch,) in float64, for $x$ and $y$ after
             orthonormalisation.
         converged: whether `tangent` is the logarithm (*batch,). This is the case if the residual is at the level of
-            rounding errors, and `tangent` is so short that `exp` maps no shorter tangent to $y$.
+            rounding errors, and `tangent` is provably the shortest tangent that `exp` maps to $y$.
     """
 
     tangent: Tangent
@@ -219,10 +219,11 @@ def _exponential(x: Tensor, u: Tensor) -> Tensor:
 
 
 class _Linearisation(NamedTuple):
-    """The derivative of the map F, with which Newton's method computes a logarithm on the Stiefel manifold.
+    """The derivative of a map F. Newton's method uses it to compute a logarithm on the Stiefel manifold.
 
-    The columns of q extend x to an orthonormal basis of the span of x and y. The logarithm of y at x is xA + qR, where
-    A and R solve the equation F(A, R) = [xᵀy; qᵀy]. The map is F(A, R) = e^W [I; 0] e^-A with W = [2A, -Rᵀ; R, 0].
+    Let the columns of [x, q] be an orthonormal basis of the span of the columns of x and y. The logarithm of y at x is
+    xA + qR, where A and R are unknown matrices. They solve the equation F(A, R) = [xᵀy; qᵀy]. The map is
+    F(A, R) = e^W [I; 0] e^-A with the block matrix W = [2A, -Rᵀ; R, 0].
     """
 
     exp_w: Tensor  # e^W

@@ -128,9 +128,9 @@ class SymmetricPositiveDefinite(Manifold):
         return _restore(_cholesky("x", x), sym(noise.to(x.device))).to(x.dtype)
 
     def _velocity(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the Cholesky factor L of `x`, and the matrix log(L⁻¹ y L⁻ᵀ).
+        """Return the Cholesky factor L of `x`, and the matrix V = log(L⁻¹ y L⁻ᵀ), for positive definite `x` and `y`.
 
-        This matrix is the logarithm of `y` at `x`, in coordinates in which `x` is the identity matrix.
+        The logarithm of `y` at `x` is L V Lᵀ.
         """
         factor = _cholesky("x", x)
         # This factorisation only checks that y is positive definite.

@@ -1,7 +1,7 @@
-"""Linear algebra in a tangent space of the parameter space of models with LoRA adapters.
+"""Linear algebra with tangent vectors of low-rank matrices, for models with LoRA adapters.
 
-A sum of two low-rank matrices can have a higher rank, so it must be truncated. In contrast, a sum of two tangents at
-the same point is again a tangent at this point, so it needs no truncation.
+A sum of two low-rank matrices can have a higher rank, so it must be truncated. In contrast, a sum of two tangent
+vectors at the same point is again a tangent vector at this point, so it needs no truncation.
 """
 
 from collections.abc import Sequence

@@ -13,10 +13,10 @@ WRAPPER_PREFIXES = {
 
 
 def wrapper_hint(given: Collection[str], expected: Collection[str]) -> str:
-    """Return a hint for an error message about names of tensors that do not match.
+    """Return a hint for the error message about a state dict that does not have the expected names.
 
-    If the names would match without the prefix of a module wrapper, such as `DataParallel`, the hint contains the name
-    of the wrapper. Otherwise, the hint is an empty string.
+    If the names differ only by a prefix that a module wrapper such as `DataParallel` adds, the hint contains the prefix
+    and the name of the wrapper. Otherwise, the hint is an empty string.
 
     Example:
         >>> wrapper_hint({"_orig_mod.weight"}, {"weight"})

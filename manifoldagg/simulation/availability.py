@@ -59,13 +59,12 @@ class AvailabilityTrace(Generic[C]):
     """A wrapper around a scheduler, in which clients become available and unavailable at given times.
 
     `next` returns task completions and availability changes in chronological order. If a change and a completion happen
-    at the same time, `next` returns the change first. Simultaneous changes are returned in the order of the argument
-    `changes`.
+    at the same time, `next` returns the change first. Simultaneous changes keep the order in which they were passed.
 
     The caller must react to each change:
 
-    - When a client joins or returns, dispatch a task to it if `is_idle` is true. A client that has left finishes its
-      tasks, so it may still have a task in flight when it returns.
+    - When a client joins or returns, dispatch a task to it, unless it already has a task in flight (`is_idle` returns
+      false). This can occur because a client that leaves still finishes its tasks.
     - When a client fails, its tasks in flight are lost. Discard their tickets (the server's permissions to return one
       update).
 

@@ -43,10 +43,10 @@ class EventLog:
     """The recorded events of a run. A resumed run replays them to restore the state of its event loop.
 
     Attributes:
-        work: the work of each dispatched task, in order of dispatch.
+        work: the amount of work of each dispatched task, in order of dispatch.
         trace: the record of each completed task, in order of completion.
         accepted: for each completed task, whether the server accepted its update.
-        num_events: the number of all events, which are dispatches, completions and dropouts.
+        num_events: the total number of dispatches, completions and dropouts.
     """
 
     work: list[float] = field(default_factory=list)

@@ -49,9 +49,10 @@ class MessageTensors:
         self._shared: dict[str, Tensor] = {}
 
     def share(self, ticket: Ticket) -> Message:
-        """Return the message that a ticket contains. Its tensors share memory with equal tensors of earlier messages.
+        """Return the server's message in a ticket, with equal tensors of earlier messages reused.
 
-        A tensor is replaced by the first tensor of the same name and model version, if the two are bitwise equal.
+        If a tensor is bitwise equal to the first tensor with the same name and model version, the result refers to that
+        first tensor.
         """
         if ticket.version != self._version:
             self._version = ticket.version
@@ -164,9 +165,9 @@ def run_task(task: ClientTask, criterion: Callable[[Any, Any], Tensor] | None = 
 
 
 def align_tensors(tree: Tree) -> Tree:
-    """Return a nested container in which all dense tensors have the same memory layout.
+    """Return a nested container in which each dense tensor is contiguous, with an aligned storage of its own.
 
-    A dense tensor is replaced by a copy if it is not contiguous, not aligned, a view of a larger storage, or requires a
+    A dense tensor is copied only if it is not contiguous, not aligned, a view of a larger storage, or requires a
     gradient. Other values are unchanged.
     """
     return tree_map(tree, _align)

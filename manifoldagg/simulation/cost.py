@@ -1,4 +1,4 @@
-"""The cost and the metrics of a run at each evaluation, and functions that select an evaluation by cost or accuracy."""
+"""Records of the training cost and the model's metrics during a run, and functions that search these records."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

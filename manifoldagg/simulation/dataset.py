@@ -163,7 +163,7 @@ class LabelledDataset:
     def has_label_sets(self) -> bool:
         """Whether a sample can have several labels.
 
-        In this case, `labels` is a float32 matrix of zeros and ones with the shape (samples, labels).
+        If so, the attribute `labels` is a float32 matrix of zeros and ones with the shape (samples, labels).
         """
         return self.labels.dtype == torch.float32 and self.labels.ndim == 2
 
@@ -318,8 +318,8 @@ class FederatedDataset:
     ) -> "FederatedDataset":
         """Partition a data set over clients, and hold out a fraction of each client's samples for evaluation.
 
-        If the data set has its own test split, this split is used instead of a fraction. The partition then distributes
-        all samples, and each client's test samples become its held-out samples.
+        If the data set has a test split, the partition distributes both training and test samples. The test samples of
+        each client are then held out, instead of a fraction of its samples.
 
         Args:
             dataset: the data set.

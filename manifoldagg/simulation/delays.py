@@ -3,7 +3,8 @@ r"""Distributions of the time that a client needs for one unit of work. Invalid 
 A delay is drawn by the inverse-transform method as $F^{-1}(U)$. Here, $F$ is the cumulative distribution function of
 the delay, and $U$ is a random number with 53 bits that is uniform on [0, 1).
 
-- Each draw uses exactly one uniform number, so runs with the same seed use the same numbers for all distributions.
+- Each draw uses exactly one value of $U$. Two runs with the same seed therefore use the same values of $U$, even if
+  their distributions differ.
 - $U$ is at most $1 - 2^{-53}$, so draws are bounded. A normal draw is at most 8.2 standard deviations above its mean.
 """
 
@@ -267,11 +268,13 @@ class _MeanParametrised(Delay):
     def fit(cls: type[S], delays: Sequence[float] | np.ndarray) -> S:
         r"""Fit the distribution to n measured delays $x_i$ with the mean $a = \frac 1 n \sum_i x_i$.
 
-        The fitted distribution has the mean $a$. For the exponential distribution, this is the maximum-likelihood fit.
-        A half-normal delay is the absolute value of a normal variable with the mean 0. The fit sets the standard
-        deviation of this variable to $a \sqrt{\pi / 2}$.
+        The fitted distribution has the mean $a$:
 
-        Source: OrthoFL D.4, which does not state this standard deviation.
+        - For the exponential distribution, this is the maximum-likelihood fit.
+        - A half-normal delay is the absolute value of a normal variable with the mean 0. The standard deviation of this
+          variable is $a \sqrt{\pi / 2}$.
+
+        Source: OrthoFL D.4. The paper does not state the standard deviation of the half-normal fit.
         """
         return cls(float(check_vector("delays", delays, at_least=0).mean()))
 

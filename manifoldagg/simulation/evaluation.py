@@ -26,13 +26,13 @@ EVAL_BATCH_SIZE = 1_000
 
 
 class SampleStatistics(NamedTuple):
-    """The loss of a model, and the statistics from which its metrics are computed, for each held-out sample.
+    """The loss of a model for each held-out sample, and the statistics from which its metrics are computed.
 
     Attributes:
         loss: an array of shape (samples,) with the loss of each sample. If a sample has several tokens or labels, its
             loss is their mean loss.
-        statistics: the statistics by function. A key is the function `Metric.statistics` of a metric, and its value is
-            the array (samples, ...) of the function's results. `Metric.compute` computes the metric from this array.
+        statistics: an array (samples, ...) for each function `Metric.statistics`, with the results of this function.
+            `Metric.compute` computes the metric from this array. Metrics with the same function share an array.
     """
 
     loss: np.ndarray
@@ -214,10 +214,10 @@ class EvaluationLog:
         return row
 
     def record_start(self, ticket: Ticket, client: int, *, updates: int, now: float) -> None:
-        """Evaluate the start model of a task on the held-out samples of its client.
+        """Evaluate the model from which a client starts a task, on the held-out samples of this client.
 
-        The result is appended to `starts`, unless the primary metric is undefined for these samples. The method does
-        nothing if `eval_starts` is false or the client has no held-out samples.
+        The result is appended to the list `starts`, unless the primary metric of the data set is undefined for these
+        samples. The method does nothing if `eval_starts` is false or the client has no held-out samples.
 
         Args:
             ticket: the ticket with the start model.

@@ -151,8 +151,8 @@ ExecutorLike: TypeAlias = Executor | Callable[[], Executor] | RestartingExecutor
 def shared_executor(executor: ExecutorLike) -> Iterator[ExecutorLike]:
     """Yield one executor for several runs.
 
-    If `executor` is a function, it is called once for all runs, and again after each failure. The resulting executor is
-    shut down at the end. `None` is yielded unchanged.
+    If `executor` is a function, it is called once to create the executor for all runs. If this executor fails, the
+    function is called again to replace it. The created executor is shut down at the end. `None` is yielded unchanged.
     """
     if executor is None or isinstance(executor, RestartingExecutor):
         yield executor

@@ -95,13 +95,11 @@ class Lookahead:
             self._order = {}
 
     def _advance(self, value: float | bool | None = None) -> tuple[TaskId, float | bool] | None:
-        """Process the next event in the copy of the run's event loop, and return its task and its value.
+        """Advance the copied event loop to its next dispatch or completion, and return the task and `value`.
 
-        The value is the work of a dispatched task, or whether the server accepts the update of a completed task. If the
-        argument `value` is `None`, the method predicts the value.
-
-        The result is `None` if the copy has no further event.
+        By default, the method predicts `value`. At the end of the copy, it returns `None`.
         """
+        # The value is the work of a dispatched task, or whether the server accepts the update of a completed task.
         ahead = self._copy
         if ahead is None or (ahead.pending_event is None and self._is_over(ahead)):
             return None

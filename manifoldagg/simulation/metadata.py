@@ -1,7 +1,7 @@
 """The settings and package versions that determine the results of a run.
 
-A resumed run compares them with those of the saved run. Their text contains no memory addresses, because addresses
-differ between the two processes.
+A run can resume from a checkpoint only if they equal the saved ones. Objects are compared as text without memory
+addresses, because the addresses of equal objects differ between processes.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ def versions() -> dict[str, str]:
 def check_compatible(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Check that the current settings of a run are equal to the saved settings.
 
-    A missing setting counts as `None`.
+    If only one of the two contains a setting, the other one is treated as if this setting were `None`.
 
     Args:
         path: the path of the saved run, for the error message.

@@ -23,8 +23,8 @@ class Method:
 
     Attributes:
         name: the display name, which must be unique in a comparison.
-        rule: the rule, or a function that receives the participating clients and returns a rule. For example, a rule
-            with a routing over the clients requires such a function.
+        rule: the rule, or a function that receives the participating clients and returns a rule. Such a function is
+            required if the rule depends on the clients, for example if it selects each client with its own probability.
         trainer: the trainer that every client runs.
         rate_field: the path of the field that contains the global learning rate of the rule, such as `"rate"` or
             `"rule.rate"`. Tuning changes this field. With `None`, the rate is not tuned.
@@ -106,10 +106,10 @@ class RunResult:
 
     @property
     def average_accuracy(self) -> list[float | None]:
-        """The accuracy of the averaged model, the mean of several versions of the server's model, at each evaluation.
+        """The accuracy of the averaged model at each evaluation.
 
-        An entry is `None` if no version has been averaged yet, or if the BatchNorm statistics of the averaged model are
-        not finite.
+        The averaged model is the mean of several versions of the server's model. An entry is `None` if no version has
+        been averaged yet, or if the BatchNorm statistics of the averaged model are not finite.
         """
         return [row.average_accuracy for row in self.evaluations]
 

@@ -201,7 +201,7 @@ def disjoint_partition(
 ) -> list[np.ndarray]:
     """Assign all samples of each label to a single client, which is chosen at random.
 
-    The numbers of labels of any two clients differ by at most one. The return value and the exceptions are those of
+    The clients' numbers of labels differ by at most one. The return value and the exceptions are those of
     [`iid_partition`][manifoldagg.simulation.iid_partition].
 
     Args:
@@ -265,9 +265,10 @@ def grouped_partition(
     r"""Assign all samples of each owner, such as a patient, to a single client. No sample is dropped.
 
     By default, the owners are distributed at random and as evenly as possible. With O owners and N clients, each client
-    receives $\lfloor O / N \rfloor$ or $\lceil O / N \rceil$ owners, and at least one. For example, if 30,805 patients
-    are distributed over 30 clients, 25 clients receive 1,027 patients and five clients receive 1,026. In a data set of
-    lines from 35 plays, the owners are the plays. Five of 30 clients receive two plays, and 25 clients receive one.
+    receives $\lfloor O / N \rfloor$ or $\lceil O / N \rceil$ owners, and at least one. Two examples with 30 clients:
+
+    - Each sample belongs to one of 30,805 patients: 25 clients receive 1,027 patients, and five clients receive 1,026.
+    - Each sample is a line of text from one of 35 plays: five clients receive two plays, and 25 clients receive one.
 
     Args:
         labels: the labels (samples,), integers or strings.

@@ -42,11 +42,11 @@ class Completion(NamedTuple):
     Attributes:
         time: the time of the completion, in virtual seconds.
         client: the client that ran the task.
-        work: the work of the task, in units.
+        work: the amount of work of the task. A client's delay is the time for one unit of work.
         dispatched: the time of the task's dispatch, in virtual seconds.
         started: the time at which the client started the task, which is at least `dispatched`.
-        relative_delay: the number of other tasks that finished while this task was in flight. It equals the staleness
-            in versions if each of those tasks created a new version of the model.
+        relative_delay: the number of other tasks that finished while this task was in flight. If each of them created a
+            new version of the server's model, this number is the staleness of the update.
     """
 
     time: float

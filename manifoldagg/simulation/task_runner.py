@@ -149,10 +149,7 @@ class TaskRunner:
         return outcome.payload
 
     def cancel(self, task_ids: Iterable[TaskId]) -> None:
-        """Cancel the given tasks.
-
-        A cancelled task does not change the client state with which later tasks of the same client start.
-        """
+        """Cancel the given tasks. They do not affect the states that clients keep between their tasks."""
         for task in [self._tasks[key] for key in task_ids if key in self._tasks]:
             line = self._client_queues[task.task_id.client]
             for later in line[line.index(task) :]:

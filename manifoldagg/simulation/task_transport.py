@@ -186,10 +186,11 @@ class RunContext:
 
 
 class TaskEnvelope:
-    """A client task that is sent to an executor.
+    """A client task in the form that is sent to an executor.
 
-    The pickle of an envelope usually excludes the data set and the trainer, because all tasks of a run share them. If a
-    worker process does not have them yet, it returns an empty `TaskResult`. The task is then sent again with them.
+    Its pickle usually excludes the data set and the trainer, because all tasks of a run share them. If a worker process
+    does not have them yet, it returns an empty `TaskResult`. The task is then sent again, with the data set and the
+    trainer.
 
     Args:
         context: the data set and the trainer.
@@ -266,8 +267,8 @@ _CONTEXTS = _ContextCache()
 class TaskResult:
     """The result of a client task: an update, an exception, or nothing if the task could not start.
 
-    A task cannot start if its worker process does not have the data set and the trainer of the run. The task must then
-    be sent again together with both.
+    A worker process needs the data set and the trainer of the run. Without them, the task cannot start. It must then
+    be sent again, together with the data set and the trainer.
 
     Args:
         payload: the update that the task returned.

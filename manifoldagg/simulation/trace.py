@@ -133,8 +133,9 @@ class ReplayScheduler(Scheduler[C]):
     """A scheduler that replays a recorded trace of tasks.
 
     Each call of `dispatch` schedules the next recorded task of the given client. The task finishes at its recorded
-    time, and `work` does not change this time. Several methods can therefore run with the same order of events, and a
-    measured run can be repeated with another rule. If a client has no further recorded task, its task never finishes.
+    time, even if its amount of work differs from the recorded one. Several methods can therefore run with the same
+    order of events, and a measured run can be repeated with another rule. If a client has no further recorded task, its
+    task never finishes.
 
     Args:
         records: the records in order of `finished`.

@@ -27,15 +27,14 @@ Violation = tuple[float, float]
 
 @dataclass(frozen=True)
 class LawCase:
-    """Random points and tangents of a manifold, on which a law such as log_x(exp_x u) = u is checked.
+    """Random points and tangent vectors (tangents) of a manifold, to check a law such as log_x(exp_x u) = u.
 
     Attributes:
         space: the manifold under test.
         seed: the seed of all random draws.
         dtype: the dtype of the points and tangents.
         distance: the length of the tangents `u` and `v`. It is also the distance between `x` and `y` = exp_x(u).
-        condition: the condition number of the manifold, that is, the factor by which its formulas may amplify rounding
-            errors.
+        condition: the factor by which the formulas of the manifold may amplify rounding errors.
         batch: the number of points.
         x: random points of the manifold.
         u: random tangents at `x`.
@@ -366,9 +365,10 @@ def transport_preserves_geodesic_velocity(s: LawCase) -> Violation:
 
 @law(*PARALLEL)
 def pole_ladder_equals_transport(s: LawCase) -> Violation:
-    """On a symmetric space, parallel transport equals the pole ladder, which is computed from exp and log alone.
+    """On a symmetric space, `transport` returns the same tangents as the pole ladder.
 
-    A `transport` that only projects onto the tangent space does not satisfy this law.
+    The pole ladder constructs parallel transport from the exponential map and the logarithm. The law therefore detects
+    a `transport` that only projects tangents onto the tangent space at the end point.
     """
     if not s.space.symmetric or 2 * s.distance >= 0.9 * min_injectivity_radius(s.space, s.x):
         return 0.0, 0.0

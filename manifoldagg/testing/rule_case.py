@@ -125,10 +125,10 @@ class RuleCase:
     def sample_counts(self) -> dict[Hashable, int]:
         """The number of training samples of each client. The sum of these numbers is a power of 2.
 
-        `Server` passes both the numbers of samples and the weights of the clients to a rule, whereas `aggregate` passes
-        only the weights. Each weight is a number of samples divided by the sum. This division is exact for a power of
-        2. A mean with the weights is therefore bitwise equal to a mean with the numbers of samples, which allows
-        bitwise comparisons of the results.
+        The weight of a client is its number of samples divided by the sum. For a power of 2, this division is exact.
+        A mean of models is therefore bitwise the same, whether it is weighted by the numbers of samples or by the
+        weights. This allows bitwise comparisons of `Server`, which passes both to a rule, with `aggregate`, which
+        passes only the weights.
         """
         counts = list(range(1, len(self.clients)))
         total = 1
@@ -264,7 +264,10 @@ class ServerRun:
         return other
 
     def next_task(self) -> tuple[Ticket, Payload]:
-        """Return the ticket and the payload of the next update, without sending the payload to the server."""
+        """Return a ticket (the permission to return one update), and the update (payload) that belongs to it.
+
+        The update is the next one of this run. The method does not send it to the server.
+        """
         count = len(self.records)
         _, _, ticket = self.in_flight[self.case.schedule[count].place]
         return ticket, self.case.payload(ticket.message, count)
@@ -320,10 +323,10 @@ class AggregateRun:
         return current, base, points if len(points) > 1 else points[0]
 
     def step(self, current: Any, base: Any, update: Any, out: Any = None) -> tuple[Any, State, dict[str, float]]:
-        """Call `aggregate` with the given models, to repeat one update of a recorded server run.
+        """Call `aggregate` with the given models, as the next update of this run.
 
-        The update is the first one that this run has not applied yet. The other arguments of `aggregate`, such as the
-        staleness and the weight, come from the record of this update.
+        This run repeats the recorded updates of a server. The other arguments of `aggregate`, such as the staleness and
+        the weight, come from the record of the same update of the server.
         """
         record = self.records[len(self.models) - 1]
         return _aggregate(self.case.rule, self.state, current, base, update, record, self.space, out)

@@ -37,11 +37,11 @@ def check_rule(
     laws: Iterable[str] | None = None,
     verbose: bool = True,
 ) -> Verdict:
-    """Check that an aggregation rule satisfies the laws (the requirements) of the protocol `Rule`.
+    """Check that an aggregation rule satisfies all requirements (laws) of the protocol `Rule`.
 
     Use this function to test a rule that you implement. It checks the laws in
-    [`RULE_LAWS`][manifoldagg.testing.RULE_LAWS] that apply to the rule. For each seed, the laws are checked in one
-    random asynchronous run:
+    [`RULE_LAWS`][manifoldagg.testing.RULE_LAWS] that apply to the rule. For each seed, it checks the laws in a
+    simulation of asynchronous federated learning:
 
     - As many tasks are in flight as there are clients.
     - The tasks return in a random order.
@@ -147,11 +147,12 @@ def _check_clients(clients: Sequence[Hashable]) -> tuple[Hashable, ...]:
 
 
 def _check_model_moves(case: RuleCase) -> None:
-    """Check that the model changes during a run, because many laws hold trivially for a constant model.
+    """Check that the rule changes the model at least once during a run.
 
     Raises:
         ArgumentError: if the model does not change.
     """
+    # Many laws that `check_rule` tests hold trivially for a constant model.
     try:
         version = case.server_run().finish().server.version
     except Exception:  # the check of a law raises the same exception and reports it

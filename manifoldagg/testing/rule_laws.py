@@ -123,11 +123,11 @@ def step_is_pure(case: RuleCase) -> str:
 
 @rule_law()
 def nothing_is_aliased(case: RuleCase) -> str:
-    """The results of `rule.step` do not share memory with each other or with the update that `step` receives.
+    """The results of `rule.step` do not share memory with each other or with the tensors of the update.
 
-    The results are the new model, the new state of the rule and the new state of the client. The new states may share
-    memory with the states before the step, because a rule never modifies a state in place. The new model must not share
-    memory with the states before the step.
+    The results are the new model, the new state of the rule and the new state of the client. The arguments of `step`
+    also include the previous states of the rule and of the client. The new model must not share memory with them. The
+    new states may share memory with them, because a rule never modifies a state in place.
     """
     rule = case.rule
     space = case.space
@@ -284,13 +284,11 @@ def _result_difference(where: str, expected: tuple[Any, Outcome], found: tuple[A
 
 
 def _invalid_payloads(payload: Payload, *, is_private: bool) -> dict[str, Payload]:
-    """Return payloads that a server must reject. The keys of the result describe the defects.
-
-    A rule with differential privacy does not reject points that are not finite, because a rejection would reveal
-    information about the update. For such a rule (`is_private`), the result contains only payloads with other defects.
-    """
+    """Return client updates that a server must reject. The keys of the result describe the defects."""
     points = payload.points
     invalid = {}
+    # A rule with differential privacy does not reject points that are not finite, because a rejection would reveal
+    # information about the update.
     values = () if is_private else (("NaN in the points", torch.nan), ("infinity in the points", torch.inf))
     for what, value in values:
         modified = points.clone()
@@ -330,9 +328,9 @@ def _rejection(run: ServerRun, ticket: Any, what: str, payload: Payload) -> str 
 
 
 def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun) -> str:
-    """Check that `aggregate` rejects invalid updates during a run, and that they do not change the run.
+    """Check that `aggregate` rejects invalid updates, and that a rejected update does not change later models.
 
-    The result describes the first violation, or is "" if there is none.
+    The result is a description of the first violation, or an empty string.
     """
     plain = case.aggregate_run(space, twin.records)
     run = case.aggregate_run(space, twin.records)
@@ -350,8 +348,8 @@ def _aggregate_rejections(case: RuleCase, space: ParameterSpace, twin: ServerRun
 def _aggregate_rejection(run: AggregateRun, kind: str) -> str:
     """Check that `aggregate` rejects an invalid update without modifying its inputs.
 
-    A very large update may be rejected or accepted. The result describes the first violation, or is "" if there is
-    none.
+    For a very large update, acceptance is also correct. The result is a description of the first violation, or an empty
+    string.
     """
     current, base, update = run.next_models()
     for model in update if isinstance(update, list) else [update]:

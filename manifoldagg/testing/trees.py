@@ -104,9 +104,9 @@ def _tensors(name: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _branches(tree: Any) -> dict[Any, str] | None:
-    """Return the keys of the children of a tree, each with its Python notation, such as `[0]` or `.name`.
+    """Return a dict from the key of each child of a tree to its Python notation, such as `[0]` or `.name`.
 
-    The result is `None` if the tree is a leaf.
+    The result is `None` if the value is not a container, such as a list or a dataclass.
     """
     if isinstance(tree, Mapping):
         return {("item", key): f"[{key!r}]" for key in tree}

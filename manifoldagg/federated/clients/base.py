@@ -63,8 +63,8 @@ class TrainingTask:
     def buffers(self, at: Tensor | None = None) -> dict[str, Tensor]:
         """Return the model buffers that the server requests, such as running means.
 
-        Each evaluation of the loss updates the buffers, so call this method at the end of the training. Pass the model
-        that the client returns as `at`, unless the training has already evaluated the loss at this model.
+        Each evaluation of the loss updates the buffers, so call this method at the end of the training. If the training
+        has not evaluated the loss at the final model, set `at` to the final model.
 
         Args:
             at: a point (P,). If it is given, the statistics of BatchNorm layers in training mode are recomputed at this

@@ -29,17 +29,17 @@ def train_client(
 ) -> Payload:
     """Train a PyTorch module for one task of a client, and return the payload for the server.
 
-    Call this function on the client, for example in a custom training loop. The server's message for the task is
-    `ticket.message`, where the ticket is the result of `Server.dispatch`. The Flower integration also calls this
-    function.
+    Call this function on the client, for example in a custom training loop. The Flower integration also calls it.
 
-    The module determines only the architecture and the mode (training or evaluation). Its tensors are not modified. The
-    training starts from the parameters and buffers in the message. The exceptions are personal tensors, which the
-    client does not send to the server. They come from `client_state`, or from the module in the client's first task.
+    The training starts from the parameters and buffers in the server's message. The module determines only the
+    architecture and the mode (training or evaluation). Its tensors are not modified.
+
+    The option `personal` names tensors that the client does not send to the server. In the client's first task, their
+    start values come from the module. In later tasks, they come from `client_state`.
 
     Args:
         model: a module with the same parameters as the server's model.
-        message: the message of a ticket, `ticket.message`.
+        message: the server's message for the task. It is `ticket.message` for the result `ticket` of `Server.dispatch`.
         trainer: the trainer, which runs the local training.
         batches: an iterable of pairs (inputs, targets) that can be iterated several times.
         criterion: the loss, a function of (output, target) that returns a scalar.

@@ -360,7 +360,7 @@ def _check_vector(update: Tensor) -> None:
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[torch.dtype, int]]) -> None:
-    """Check the names, dtypes and sizes of the tensors that encode a vector, and that their values are finite."""
+    """Check the names, dtypes, sizes and finiteness of the tensors that encode a vector."""
     got = {name: (x.dtype, x.numel() if x.ndim == 1 else tuple(x.shape)) for name, x in tensors.items()}
     if got != dict(expected):
         raise ArgumentError(f"points: expected encoded tensors {short_repr(dict(expected))}, got {short_repr(got)}")

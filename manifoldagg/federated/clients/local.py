@@ -1,4 +1,4 @@
-"""Client trainers that return a single model: local training with a proximal term, or one gradient step."""
+"""Client trainers for local epochs with an optional proximal term, and for a single gradient step."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -165,9 +165,8 @@ class Gradient(BaseTrainer):
     It returns the model $\Theta^t - g$, and the number of samples of this batch. If the number of batches is known, the
     trainer draws the batch uniformly at random. Otherwise, it uses the first batch.
 
-    The server obtains $g$ as $\Theta^t$ minus the returned model. The rounding of this model changes $g$ by at most
-    $\frac\varepsilon2 \|\Theta^t\|$, where $\varepsilon$ is the machine precision. A step with the exact gradient would
-    round the new model by as much.
+    The server computes $g$ as $\Theta^t$ minus the returned model. The rounding of this model changes $g$ by at most
+    $\frac\varepsilon2 \|\Theta^t\|$, where $\varepsilon$ is the machine precision.
 
     Args:
         sharpness: `SAM` or `ASAM` of `manifoldagg.curves`, for a sharpness-aware gradient.

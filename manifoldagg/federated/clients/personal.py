@@ -32,11 +32,11 @@ def train_personal(
     client_state: ClientState,
     generator: torch.Generator,
 ) -> Payload:
-    """Train all tensors of a module, and return a payload (an update) without the personal tensors.
+    """Train all tensors of a module, and return an update without the tensors that `personal` names.
 
-    The argument `personal` names the tensors that the client does not share with the server. Their trained values are
-    part of the returned client state, and the client's next task starts from them. The first task starts from the
-    values in the module. The other arguments are the same as in `train_client`.
+    The update contains the trained values of the other tensors. The client state contains those of the personal
+    tensors, from which the client's next task starts. In the first task, the personal tensors start from their values
+    in the module. The other arguments are the same as in `train_client`.
 
     Raises:
         ArgumentError: if the client state comes from a task without `personal`, or if the rule or the trainer exchanges

@@ -1,14 +1,11 @@
 """Base classes of the server rules, which compute the next server model from client updates.
 
 - `ServerRule` checks the options of a rule and the space of its models, and sends the current model to clients.
-- `TangentRule` extends `ServerRule` for curved spaces. It can transport the displacement of an update from one model to
-  another.
+- `TangentRule` extends `ServerRule` for curved spaces. It has options for the transport of tangent vectors from one
+  model to another.
 
-Other modules derive two base classes from `TangentRule`:
-
-- `GramRule` takes one step for each update. It uses the inner products between the displacement of the update and the
-  drift of the server model.
-- `BufferedRule` takes one step along the mean of several updates.
+Other modules define subclasses of `TangentRule`, such as `GramRule`, which takes one step for each update, and
+`BufferedRule`, which takes one step along the mean of several updates.
 """
 
 import abc
@@ -77,9 +74,9 @@ class ServerRule(KeywordHints, abc.ABC):
     def plan(self, space: Manifold, state: State, update: Update) -> tuple[State, Outcome]:
         """Prepare a step, and return the next state of the rule and the outcome (the new model and the metrics).
 
-        The new model and the new vectors of the state, such as a momentum, are linear combinations that are not
-        computed yet. The caller computes them after all checks have passed. A rejected update therefore does not write
-        to any tensor.
+        The method does not compute the new model or new vectors of the state, such as a momentum. It returns
+        `Combination` objects, which contain the vectors and coefficients of linear combinations. The caller computes
+        them after all checks have passed, so that a rejected update leaves all tensors unchanged.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither `plan` nor `step`")
 
@@ -141,8 +138,8 @@ class TangentRule(ServerRule):
 def commit(planned: tuple[State, Outcome], out: Tensor | None = None) -> tuple[State, Outcome]:
     """Complete a step that the method `plan` of a rule has prepared.
 
-    The function computes the new model and the vectors in the next state of the rule, which `plan` returns as linear
-    combinations. If `out` is given, the function writes the new model to it.
+    In the result of `plan`, the new model and the new vectors of the rule's state can be linear combinations that have
+    not been computed yet. The function computes them. If `out` is given, it writes the new model to `out`.
     """
     state, outcome = planned
     state, outcome, numbers = measure(state, outcome, dict(outcome.numbers), compute=out is None)

@@ -31,16 +31,15 @@ __all__ = ["BufferMean", "BufferedRule"]
 
 @dataclass(frozen=True, eq=False)
 class BufferMean:
-    r"""Mean $\bar\Delta$ of the displacements in a full buffer.
+    r"""Mean $\bar\Delta$ of the updates in a buffer, each of which is the difference between two models.
 
     The class stores the mean as a linear combination of existing tensors. The method `step` adds this combination to
-    the model without first computing the mean as a vector of its own.
+    the model directly, and needs no memory for the mean.
 
     Attributes:
         space: the space of the models.
         current: the current model $\Theta$.
-        frame: the vectors of the linear combination, such as the displacement of the last update and the sum of the
-            earlier displacements.
+        frame: the vectors of the linear combination, such as the last update and the sum of the earlier updates.
         coefficients: the coefficients of $\bar\Delta$ with respect to these vectors.
         gram: the inner products of these vectors.
     """
@@ -52,10 +51,10 @@ class BufferMean:
     gram: Gram
 
     def iter_chunks(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Iterate over the mean displacement in chunks, so that the whole vector is never in memory.
+        """Iterate over the mean in chunks, so that the whole vector is never in memory.
 
-        Each item contains one chunk of the mean, followed by the chunks of `others` at the same positions. The next
-        iteration overwrites the chunk of the mean. The space must be flat.
+        Each item is a tuple of a chunk of the mean and the chunks of the tensors `others` at the same positions. The
+        next iteration overwrites the chunk of the mean. The method supports only flat spaces.
         """
         rows: tuple[Any, ...] = self.frame.rows  # Rules that read chunks do not accept tensor lists.
         less: list[Any] = [row for row in self.frame.minus if row is not None]
@@ -123,10 +122,10 @@ class BufferedRule(TangentRule):
     def apply_step(
         self, state: State, mean: BufferMean, rate: float, out: Tensor | None
     ) -> tuple[Any, float, dict[str, Any]]:
-        r"""Compute the step of a full buffer from the mean displacement.
+        r"""Compute the server step from the mean of the updates, after the last update of a buffer has arrived.
 
-        By default, the step is the mean displacement multiplied by `rate`. A subclass that computes a different step
-        from the mean, such as an Adam step, overrides this method.
+        By default, the step is the mean multiplied by `rate`. A subclass that computes a different step from the mean,
+        such as an Adam step, overrides this method.
 
         Args:
             state: the state before the step.
@@ -141,11 +140,11 @@ class BufferedRule(TangentRule):
         return model, norm, {}
 
     def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the contribution of the buffered updates to the next step.
+        """Return the step that the server would take with only the updates in the buffer.
 
-        The result `[[(factor, vector)]]` stands for one vector, `factor * vector`. The server checks that the model
-        remains finite after adding it. The result is empty if the buffer is empty, or if a subclass computes a
-        different step with its own `apply_step`.
+        The result `[[(factor, vector)]]` represents the step `factor * vector`. The server checks that the model
+        remains finite after this step. The result is empty if the buffer is empty, or if a subclass overrides
+        `apply_step`.
         """
         if "buffer" not in state or type(self).apply_step is not BufferedRule.apply_step:
             return []
@@ -247,10 +246,8 @@ class BufferedRule(TangentRule):
 
 
 def _norm_of(frame: Frame, gram: Gram, coefficients: list[float]) -> float:
-    """Return the norm of a linear combination of the vectors in a frame.
-
-    If the frame contains only an upper bound for the norm of one of these vectors, the result is also an upper bound.
-    """
+    """Return the norm of a linear combination of vectors, or an upper bound for it."""
+    # The result is an upper bound if the frame contains only an upper bound for the norm of one of its vectors.
     if frame.unmeasured:
         return frame.norm_bound(np.array(coefficients, dtype=object))
     return safe_sqrt(Corrected.single(frame, gram, coefficients).inner_products()[0][0])

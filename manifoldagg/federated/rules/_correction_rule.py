@@ -35,12 +35,12 @@ class CorrectionRule(GramRule):
     """Base class for rules that correct the displacements of an update for the drift of the server model.
 
     The drift is the change of the server model since the client started. The rule replaces each displacement by a
-    linear combination of the displacements, the drift and, for some corrections, further vectors. It then moves the
-    server model along the curve that the results define. If the correction has a state, the rule stores it as the entry
-    `correction` of its own state.
+    linear combination of the displacements, the drift and, for some corrections, further vectors. The corrected
+    displacements define a curve, such as a straight line, along which the rule moves the server model. If the
+    correction has a state, the rule stores it as the entry `correction` of its own state.
 
-    If a combination cancels nearly all of a displacement, inner products do not determine its norm accurately. The rule
-    then computes the norm in a second pass over the parameters.
+    If the terms of a linear combination nearly cancel, its norm cannot be computed accurately from inner products. The
+    rule then computes this norm in a second pass over the parameters.
     """
 
     @property
@@ -57,8 +57,8 @@ class CorrectionRule(GramRule):
     def fixed_coefficients(self) -> tuple[float, ...] | None:  # type: ignore[override]  # of the correction
         """The coefficients of the correction if they are the same for all updates, and `None` otherwise.
 
-        With fixed coefficients, a step needs one pass over the parameters instead of two. The result is also `None` if
-        a subclass overrides a method that computes the step.
+        With fixed coefficients, a step needs one pass over the parameters instead of two. The value is also `None` if a
+        subclass overrides a method that computes the step, because its step may depend on the update in another way.
         """
         return FIXED_COEFFICIENTS.get(type(self.correction)) if _corrects_alone(type(self)) else None
 
@@ -111,10 +111,10 @@ class ScheduledRule(CorrectionRule):
 
     @cached_property
     def fixed_coefficients(self) -> tuple[float, ...] | None:  # type: ignore[override]  # of the correction
-        """The coefficients of the correction, or `None` if a step must compute inner products first.
+        """The coefficients of the correction, or `None` if the step depends on inner products.
 
-        A step needs the inner products of the displacement and the drift if the coefficients depend on them. It also
-        needs them for the staleness penalty, if `decay`, the strength of the penalty, is positive.
+        The step depends on the inner products of the displacement and the drift in two cases: if the coefficients
+        depend on them, or if `decay`, the strength of the staleness penalty, is positive.
         """
         return None if self.decay else super().fixed_coefficients
 

@@ -1,6 +1,7 @@
-"""Conversion of updates to frames, from which rules compute their steps.
+"""Conversion of client updates to tangent vectors, from which rules compute their steps.
 
-A frame contains the displacements of an update and the drift of the server as tangent vectors at the current model.
+A `Frame` contains tangent vectors at the current server model: the changes of the client's model during the training,
+and the change of the server model since the client started.
 """
 
 import math
@@ -51,13 +52,12 @@ def frame_from_update(
 ) -> Frame:
     r"""Convert an update to tangent vectors at the current server model $\Theta^\tau$.
 
-    The result contains the displacements $v_1, \dots, v_n$ from the client's start model $\Theta^t$ to the client's
-    points $\varphi_1, \dots, \varphi_n$. It also contains the drift $g$, which leads from $\Theta^t$ to $\Theta^\tau$.
+    The result contains a displacement $v_i$ for each model $\varphi_i$ that the client has returned, and the drift $g$
+    of the server. Both are changes since the client's start model $\Theta^t$:
 
-    - On flat spaces and for tensors of low rank, these vectors are differences: $v_i = \varphi_i - \Theta^t$ and
-      $g = \Theta^\tau - \Theta^t$.
-    - On other curved spaces, the displacement $\log_{\Theta^t} \varphi_i$ is transported from $\Theta^t$ to
-      $\Theta^\tau$.
+    - On flat spaces and for tensors of low rank, $v_i = \varphi_i - \Theta^t$ and $g = \Theta^\tau - \Theta^t$.
+    - On other curved spaces, $v_i$ is the tangent vector $\log_{\Theta^t} \varphi_i$ at $\Theta^t$ after its transport
+      to $\Theta^\tau$, and $g = -\log_{\Theta^\tau} \Theta^t$.
 
     Args:
         space: the space of the points.

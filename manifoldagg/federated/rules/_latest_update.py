@@ -53,9 +53,9 @@ def coefficients_of(frame: Frame, **coefficients: Any) -> list[float]:
 
 
 def combine_float64(frame: Frame, **coefficients: float) -> Any:
-    """Return a linear combination of the vectors in a frame, computed in float64.
+    """Return a linear combination of named vectors, computed in float64.
 
     Rules use this function for sums over many updates, in which the rounding errors of a narrower dtype would
-    accumulate.
+    accumulate. The vectors without a keyword argument have the coefficient 0.
     """
     return frame.materialize(coefficients_of(frame, **coefficients), torch.float64)

@@ -68,12 +68,13 @@ def step_along_curve(
 def parameter_at_distance_on(curve: CurveEmbedding, phi: Tensor, rho: float) -> float:
     r"""Return the parameter at which a curve first reaches a given distance from its start.
 
-    The result is the smallest $s \in [0, 1]$ with $d(\varphi_0, \iota_\varphi(s)) = \rho\, d(\varphi_0, \varphi_n)$,
-    where $\iota_\varphi$ is the curve from $\varphi_0$ to $\varphi_n$.
+    The curve $\iota_\varphi$ leads from $\varphi_0$ to $\varphi_n$. The given distance is the fraction $\rho$ of the
+    distance between these points. The result is the smallest $s \in [0, 1]$ with
+    $d(\varphi_0, \iota_\varphi(s)) = \rho\, d(\varphi_0, \varphi_n)$.
 
-    The function evaluates the distance at the ends of 64 equal intervals, and selects the first interval at whose end
-    the curve has reached the distance. It subdivides this interval until linear interpolation is exact up to rounding.
-    If the curve reaches the distance and falls below it again within one interval, the function misses this crossing.
+    The function divides [0, 1] into 64 equal intervals, and selects the first interval at whose end the curve has
+    reached the distance. In this interval, it finds $s$ up to rounding errors. If the curve exceeds the distance only
+    in the interior of an interval, the function does not find this crossing.
 
     Args:
         curve: a curve on any space.
@@ -100,7 +101,7 @@ def parameter_at_distance_on(curve: CurveEmbedding, phi: Tensor, rho: float) -> 
         return 0.0
 
     def section(low: float, high: float, gap: float, parts: int) -> tuple[float, float, float, float] | None:
-        """Find the first of `parts` equal sections of [low, high] that ends at least `goal` away from the start.
+        """Divide [low, high] into `parts` equal sections, and return the first whose end reaches the distance `goal`.
 
         Returns:
             The two ends of the section, and `goal` minus the distance at each end. `None` if there is no such section.

@@ -1,9 +1,9 @@
 r"""Curves along which server steps move the model.
 
-The curve of an update starts at the current server model. Its other points are the current model plus the displacements
-$u_1, \dots, u_n$ that the client has returned, after the correction for the drift of the server model. They define a
-Bézier curve or a polygonal path. The module computes the position on the curve for a given step size. On flat spaces,
-it needs only the inner products of the displacements.
+The curve of an update starts at the current server model $\Theta$. It is a Bézier curve with the control points
+$\Theta, \Theta + u_1, \dots, \Theta + u_n$, or a polygonal path with these vertices. The $u_k$ are the changes of the
+model that the client has returned, after a correction for the steps of the server in the meantime. For a given step
+size, the module computes a point on the curve. On flat spaces, it needs only the inner products of the $u_k$.
 """
 
 import math
@@ -38,9 +38,9 @@ InnerProducts = Sequence[Sequence[float]]
 class StepCurve:
     r"""Curve along which a server step moves the model.
 
-    The curve starts at the current server model $\Theta$. Its other points are $\Theta + u_k$, where the $u_k$ are the
-    corrected displacements of an update. The options determine the shape of the curve, and the point that a step with
-    the size $\rho$ reaches.
+    The curve starts at the current server model $\Theta$. Its other control points (or vertices, with `polygon`) are
+    $\Theta + u_k$, where the $u_k$ are the corrected displacements of an update. The options determine the shape of the
+    curve, and the point that a step with the size $\rho$ reaches.
 
     Args:
         overshoot: the behaviour for $\rho > 1$. `"clamp"` limits $\rho$ to 1, and `"extend"` follows the curve beyond
@@ -83,12 +83,13 @@ class StepCurve:
     def position(
         self, inner: InnerProducts, drift_products: Sequence[float], rho: float
     ) -> tuple[float, list[float], float]:
-        r"""Return the position on the curve for the step size $\rho$.
+        r"""Return the point of the curve that a server step with the size $\rho$ reaches.
 
-        The position is a linear combination $\sum_i w_i u_i$ of the corrected displacements $u_1, …, u_n$ of an update.
+        The control points (or vertices) of the curve are the current model plus vectors $u_1, …, u_n$. The method
+        represents the point as the current model plus a linear combination $\sum_i w_i u_i$.
 
         Args:
-            inner: the inner products of the displacements.
+            inner: the inner products of the $u_i$, which are the corrected displacements of an update.
             drift_products: the inner products of the original displacements with the drift.
             rho: the step size.
 
@@ -121,9 +122,9 @@ class StepCurve:
         """Return the step size after applying the options `overshoot` and `pull_back`.
 
         - `overshoot="clamp"` limits the step size to 1.
-        - `pull_back="conflict_free_prefix"` also multiplies it by the fraction of the curve before the first conflict
-          with the drift of the server model. The method `conflict_free_fraction` computes this fraction from
-          `drift_products`, the inner products of the client's original displacements with the drift.
+        - `pull_back="conflict_free_prefix"` also multiplies it by the result of `conflict_free_fraction`: the fraction
+          of the client's path before the first segment against the drift (the change of the server model since the
+          client started). The argument `drift_products` is passed to this method.
         """
         return self.position_on_line(rho) * self.conflict_free_fraction(drift_products)
 
@@ -141,14 +142,15 @@ class StepCurve:
         )
 
     def conflict_free_fraction(self, drift_products: Sequence[float]) -> float:
-        """Return the fraction of the curve before its first conflict with the drift of the server model.
+        """Return the fraction of the client's path before the first segment that conflicts with the server's drift.
 
-        The n displacements $v_k$ that a client returns define n segments, from $v_{k-1}$ to $v_k$ with $v_0 = 0$. A
-        segment conflicts if the inner product of $v_k - v_{k-1}$ and the drift is negative. The fraction always
-        includes the first segment, so that every client contributes to the model.
+        The drift is the change of the server model since the client started. The n displacements $v_k$ that the client
+        has returned define a path of n segments, from $v_{k-1}$ to $v_k$ with $v_0 = 0$. A segment conflicts if the
+        inner product of $v_k - v_{k-1}$ and the drift is negative.
 
-        - If `curve_weight` is below 1, the displacements are first moved towards a straight line, as in `straighten`.
-        - If the option `pull_back` is not `"conflict_free_prefix"`, the result is 1.
+        The fraction is the number of segments before the first conflict, but at least one, divided by n. Each client
+        therefore contributes to the model. If `curve_weight` is below 1, the path is first straightened as in
+        `straighten`. With other values of `pull_back` than `"conflict_free_prefix"`, the result is 1.
         """
         if self.pull_back != "conflict_free_prefix":
             return 1.0
@@ -163,7 +165,7 @@ class StepCurve:
 
         For the points $u_1, \dots, u_n$ and the weight $\kappa$ (`curve_weight`), the new points are
         $\kappa u_i + (1 - \kappa) \tfrac{i}{n} u_n$. All points are tangent vectors, with the shape (n, ...). If
-        $\kappa = 0$, the curve is the straight line. The result then contains only its end $u_n$, as (1, ...).
+        $\kappa = 0$, the new curve is the straight line. The method then returns only $u_n$, with the shape (1, ...).
         """
         if self.curve_weight == 0:
             return tangents[-1:]
@@ -241,7 +243,7 @@ def _polygon_parameter_at_distance(inner: InnerProducts, rho: float) -> float:
 
 
 def _parameter_at_length(inner: InnerProducts, rho: float) -> float:
-    r"""Return the parameter $s \ge 0$ at which the arc length of a Bézier curve is $\rho$ times its length on [0, 1].
+    r"""Return the $s \ge 0$ for which a Bézier curve on [0, s] is $\rho$ times as long as the curve on [0, 1].
 
     Let $u_0, \dots, u_n$ be the control points, and let D be the Gram matrix of their differences $u_k - u_{k-1}$. The
     speed of the curve at s is $\sqrt{b(s)^\top D\, b(s)}$ with $b_k(s) = n \tbinom{n-1}{k} s^k (1-s)^{n-1-k}$ for

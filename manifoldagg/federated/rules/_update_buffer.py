@@ -72,8 +72,8 @@ class StoredBufferRule(TangentRule):
     def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
         """Return the scaled displacement of each buffered update, as a list of `[(factor, vector)]`.
 
-        The displacement `factor * vector` is the most that its update can add to the next step. The server checks, for
-        each update separately, that the model remains finite after adding it.
+        The scaled displacement is `factor * vector`. An update adds at most this vector to the next step. The server
+        adds each vector to the model separately, and checks that the results are finite.
         """
         rate = rate_at(self.rate, state["version"])
         return [[(rate * state["factors"][name], row)] for name, row in state["displacements"].items()]

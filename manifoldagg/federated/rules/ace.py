@@ -86,7 +86,7 @@ class ACE(LatestUpdateRule):
         return super().init(space, start) | {"cached": 0}
 
     def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the step that follows if the next client returns the same update as before.
+        """Return the step that results if the next update equals the last update of the same client.
 
         The server checks that the model remains finite after this step.
         """

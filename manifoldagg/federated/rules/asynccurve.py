@@ -1,7 +1,7 @@
 """AsyncCurve: a server step along a quadratic Bézier curve that a client has trained.
 
-The rule corrects the end of the curve for the drift of the server model. By default, the correction also rotates the
-middle control point, by the same rotation as the line from the start to the end.
+The rule corrects the end of the curve for the steps of the server since the client started. The correction rotates the
+line from the start to the end. By default, the rule rotates the middle control point in the same way.
 """
 
 from dataclasses import dataclass, field, replace
@@ -196,10 +196,10 @@ class AsyncCurve(ServerRule):
         return self.periodic is not None and place > 0 and place % self.periodic == 0
 
     def _update_average(self, state: State, version: int, model: Tensor) -> dict[str, Any]:
-        """Add a version of the model to the periodic average, and return the average for the rule's state.
+        """Add the model to a running average if its version is due, and return the average for the rule's state.
 
-        At the end of a period, the method overwrites `model` with the average and returns an empty dict, so that a new
-        average starts.
+        At the end of a period, the method copies the average to `model`. The returned dict is then empty, which starts
+        a new average.
         """
         if self.periodic is None:
             return {}
@@ -230,10 +230,10 @@ def _move_control(mode: str, control: Tensor, base: Tensor, theirs: Tensor, curr
 
 
 def _step_coefficients(corrected: Corrected, s: float, mode: str) -> tuple[Matrix | None, float | None]:
-    """Return the step as coefficients of a linear combination of k + 1 vectors, and the norm of the step.
+    """Return the coefficients of the server step as a linear combination of k + 1 vectors, and its norm.
 
-    The first k vectors are those of `corrected.frame`, such as the client's displacement and the drift of the server
-    model. The last vector is the client's control point minus its start model.
+    The first k vectors are the rows of `corrected.frame`, such as the change of the client's model and that of the
+    server model. The last vector leads from the client's start model to the middle control point of its curve.
 
     Returns:
         The coefficients (k + 1,), or (S, k + 1) for S named tensors, and the norm. If cancellation makes one of the two

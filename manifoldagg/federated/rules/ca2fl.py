@@ -1,7 +1,7 @@
-"""CA²FL: a step along the mean of buffered updates, corrected by the cached displacements of all clients.
+"""CA²FL (cached update calibration): a buffered rule that also uses the latest updates of other clients.
 
-The server caches the latest displacement of each client, so clients without an update in the buffer also contribute to
-the step.
+The server caches the latest update of each client. Clients without an update in the buffer therefore contribute to the
+step, too.
 """
 
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ class CA2FL(LatestUpdateRule):
                 )
 
     def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the next step, if all updates that the buffer still needs repeat the last updates of their clients.
+        """Return the step that results if each missing update of the buffer equals the last one of the same client.
 
         The server checks that the model remains finite after this step.
         """

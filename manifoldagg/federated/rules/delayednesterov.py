@@ -80,10 +80,10 @@ class DelayedNesterov(ServerRule):
         return super().init(space, start) | {"count": 0}
 
     def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the total change of the model that follows if all future updates are zero.
+        """Return the total change of the model that is still to come if all future updates are zero.
 
-        The change comes from the momentum, and from the buffered updates that the momentum does not include yet. The
-        server checks that the model remains finite after this change.
+        It comes from the momentum, and from the buffered updates that the momentum does not include yet. The server
+        checks that the model remains finite after this change.
         """
         rate = rate_at(self.rate, state["version"])
         later = rate * self.beta / (1 - self.beta)

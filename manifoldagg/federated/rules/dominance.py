@@ -13,11 +13,11 @@ __all__ = ["Dominance"]
 
 @dataclass(frozen=True)
 class Dominance:
-    r"""Penalty that reduces the learning rate of clients that return updates more often than others.
+    r"""Penalty for clients that return updates more often than others.
 
-    The penalty replaces the learning rate $\eta$ for an update of client i by $\min(1, \eta / (N p_i))$. Here, N is the
+    The learning rate of an update from client i becomes $\min(1, \eta / (N p_i))$ in place of $\eta$. Here, N is the
     number of clients, and $p_i$ is the fraction of all updates that come from client i. If all clients return equally
-    many updates, $N p_i = 1$. The penalty also increases the learning rate of clients that return fewer updates.
+    many updates, $N p_i = 1$. More frequent clients get a lower learning rate, and less frequent clients a higher one.
 
     The client state stores the number of updates of the client.
 

@@ -162,12 +162,12 @@ class FLOCO(ServerRule):
         return after, Outcome(model, memory, numbers | {"buffered": 0.0, "step": 1.0, "norm": norm})
 
     def _project_client(self, state: State, update: Update) -> tuple[list[Tensor], ClientState]:
-        """Compute the centre of a client's training region in the simplex of models, or collect data for it.
+        """Choose the centre of the client's region in the simplex of models, in which the client trains.
 
-        - At the version `personalize_from`, the method collects the displacement from the server's model to the mean of
-          the client's trained vertices.
-        - At a later version, it projects the displacement onto the simplex, unless the client already has a centre. The
-          client state stores the result as the centre of the region.
+        When the model has the version `personalize_from`, the method only collects the displacement of the client: the
+        mean of its trained models minus the server model. The rule later computes principal axes from these vectors.
+        After that version, the method computes the coordinates of the displacement on these axes, unless the client
+        already has a centre. It projects them onto the simplex, and stores the result as the centre.
 
         Returns:
             The displacements that are collected so far, and the next state of the client.
@@ -205,13 +205,11 @@ def project_to_simplex(x: Float64[Tensor, "*batch n"], scale: float = 1.0) -> Fl
 
 
 def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tensor, Float64[Tensor, "m n"]]:
-    """Compute the principal axes of m vectors, and the coordinates of the vectors on these axes.
+    """Compute the principal axes of m vectors without centring, and the coordinates of the vectors on these axes.
 
-    - The function does not subtract the mean of the vectors.
-    - It uses the m × m Gram matrix of the vectors, which is small even if the vectors are long.
-    - If the rank of the vectors is smaller than `count`, the remaining axes are 0.
-    - Each axis is a linear combination of the vectors. The sign of the axis is chosen so that the coefficient with the
-      largest magnitude is positive.
+    The function computes each axis as a linear combination of the vectors, from an eigenvector of their m × m Gram
+    matrix. The sign of an axis is chosen so that the coefficient with the largest magnitude is positive. If the rank of
+    the vectors is smaller than `count`, the remaining axes are zero vectors.
 
     Args:
         signals: the m vectors.
@@ -226,6 +224,7 @@ def principal_axes(signals: list[Float[Tensor, " P"]], count: int) -> tuple[Tens
         (tensor([[1., 0.]]), tensor([[3.],
                 [0.]], dtype=torch.float64))
     """
+    # The Gram matrix is small even if the vectors are long.
     values, vectors = torch.linalg.eigh(gram(signals)[0])
     axes = signals[0].new_zeros(count, len(signals[0]))
     places = values.new_zeros(len(signals), count)

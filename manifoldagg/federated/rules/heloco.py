@@ -98,9 +98,9 @@ class HeLoCo(ServerRule):
             check_number(name, getattr(self, name), at_least=0)
 
     def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the total change of the model that follows if all future updates are zero.
+        """Return the total change of the model that the momentum still causes if all future updates are zero.
 
-        The change comes from the momentum. The server checks that the model remains finite after this change.
+        The server checks that the model remains finite after this change.
         """
         if "momentum" not in state:
             return []
@@ -138,10 +138,10 @@ class HeLoCo(ServerRule):
     def correction_coefficients(
         self, update_square: float, product: float, momentum_square: float
     ) -> tuple[float, float]:
-        """Return the two coefficients of the corrected displacement of one tensor.
+        """Return the coefficients a and b of the corrected update $a v + b m$ of one tensor.
 
-        The corrected displacement is a linear combination of the displacement $v$ and the momentum $m$ of the tensor.
-        The coefficients depend only on the inner products of $v$ and $m$.
+        Here, $v$ is the client's update of the tensor, and $m$ is the server's momentum. If the cosine between $v$ and
+        $m$ is below `cosine_threshold`, the correction turns $v$ towards $m$. Otherwise, it does not change $v$.
 
         Example:
             >>> HeLoCo(confidence_scale=0.0, max_shrink=1.0).correction_coefficients(

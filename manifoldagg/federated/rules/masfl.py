@@ -90,8 +90,8 @@ class ControlVariateRule(ServerRule):
     ) -> tuple[Tensor, dict[str, float]]:
         """Return the new model and the metrics of a step along the momentum `g`.
 
-        The rule calls this method to compute the step of a full buffer. It may also call the method earlier and discard
-        the result, to check that a step with the updates so far would be finite.
+        The rule calls this method when its buffer of updates is full. It may also call the method earlier to check that
+        a step with the buffered updates would be finite, and then discards the result.
         """
 
     @abc.abstractmethod

@@ -102,10 +102,10 @@ class Momentum(WrapperRule):
         return bool(getattr(self.rule, "is_private", False))
 
     def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return the total change of the model that follows if all future updates are zero.
+        """Return the total change of the model that is still to come if all future updates are zero.
 
-        The change comes from the velocity, and from the updates that the wrapped rule has stored for its next step. The
-        server checks that the model remains finite after this change.
+        It comes from the momentum, and from the updates that the wrapped rule has stored for its next step. The server
+        checks that the model remains finite after this change.
         """
         inner = getattr(self.rule, "carried_displacements", None)
         terms = [] if inner is None else inner(space, state["rule"])

@@ -149,8 +149,8 @@ class Private(WrapperRule):
     ) -> tuple[State, Outcome]:
         """Prepare a step of the wrapped rule with clipped displacements and added noise.
 
-        For most wrapped rules, the caller computes the new model later, after its checks. Rules such as `FedAdam`
-        compute it immediately, and may write it to `out`.
+        If the wrapped rule is `FedAdam` or another rule that computes whole vectors, the method also computes the new
+        model, and may write it to `out`, an optional output buffer. Otherwise, the caller computes the new model.
         """
         if update.is_pseudo_gradient:
             raise ArgumentError("rule: Private requires client identities, which an outer optimizer does not have")

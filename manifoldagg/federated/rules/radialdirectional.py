@@ -68,7 +68,7 @@ class RadialDirectional(FedAvg):
     not_private_because: ClassVar[str] = "it divides each tensor of an update by its length"
 
     def carried_displacements(self, space: ParameterSpace, state: State) -> list[list[tuple[float, Tensor]]]:
-        """Return an upper bound of the next step, if all later updates of the cohort are zero.
+        """Return the step that the server would take with only the updates in the buffer.
 
         The server checks that the model remains finite after this step.
         """

@@ -120,9 +120,9 @@ def _address_table(
 
 @lru_cache(maxsize=64)
 def piece_tables(lengths: tuple[int, ...], blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two device tables with which a kernel finds the tensors that contain the entries of a block.
+    """Return two tables on `device`, in which a kernel looks up the tensors that overlap a block.
 
-    The kernel treats a list of tensors as one long vector, and divides this vector into blocks of consecutive entries.
+    The kernel treats a list of tensors as one long vector. A block is a range of consecutive entries of this vector.
 
     - The first table contains the offset of each tensor in the vector, followed by the end of the last tensor.
     - The second table contains, for each block, the index of the first tensor that overlaps the block.

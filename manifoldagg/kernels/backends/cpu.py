@@ -1,8 +1,9 @@
 """The CPU backend, which calls the compiled code of `native.cpp` on the memory of tensors without copying it.
 
-Wheels for Linux on x86-64 include prebuilt libraries for two CPU levels. Without a suitable library, the backend
-compiles one at the first use and stores it in the user's cache directory. The file name contains a hash of the source
-code, the compiler, the compiler flags and the processor. Other processes reuse the file if all of these are the same.
+Wheels for Linux on x86-64 include prebuilt libraries for the processor levels x86-64-v3 and x86-64-v4. If neither is
+suitable, the backend compiles a library at the first use and stores it in the user's cache directory. The file name of
+the compiled library contains a hash of the source code, the compiler, the compiler flags and the processor. Other
+processes reuse the library if all of these are the same.
 """
 
 import ctypes
@@ -205,10 +206,10 @@ def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCo
 
 
 def pairwise_sum(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Add the sums of the blocks in each segment in compiled code, and compensate for the rounding errors.
+    """Compute the sum of each segment of a vector from the sums of its blocks, and compensate for rounding errors.
 
-    The totals are bitwise identical to those of `reduction.pairwise_sum`. The remaining rounding errors are not
-    returned.
+    A segment, such as a layer, consists of blocks of consecutive entries. This is the compiled version of
+    `reduction.pairwise_sum`. The results are bitwise identical, but do not include the remaining rounding errors.
 
     Args:
         block_sums: (B, n) float64, one row for each of B blocks. They may be overwritten, because they serve as scratch

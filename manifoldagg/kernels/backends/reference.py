@@ -91,9 +91,9 @@ class _BlockReader:
     the segment (such as a layer) that contains it. In the loop, `read` copies this block of a vector into a buffer.
 
     Attributes:
-        buffers: float64 vectors, into which `read` copies the block.
-        matrices: the same memory as a batch of small matrices, whose products add up to the inner products of the
-            buffers.
+        buffers: k float64 vectors, into which `read` copies the block.
+        matrices: a view (m, k, c) of the buffers, which divides each zero-padded buffer into m parts of c entries.
+            The sum of `matrices @ matrices.mT` over the m parts is the Gram matrix of the buffers.
         subtrahend: the buffer for the subtrahend, if `read` computes the difference of two vectors.
     """
 

@@ -53,8 +53,8 @@ _selected: str | None = None
 def set_backend(name: str) -> str:
     """Select the backend that executes the kernels, for all threads.
 
-    The backend `cpu` reads tensors on the CPU, and `triton` reads tensors on a CUDA device. If the selected backend
-    cannot read the tensors of a call, the reference backend computes the result of this call.
+    The backend `cpu` supports CPU tensors, and `triton` supports CUDA tensors. If the selected backend does not support
+    the tensors of a call, the reference backend computes the result of this call.
 
     Args:
         name: `"reference"`, `"cpu"`, `"triton"` or `"auto"`. `"auto"` selects `triton` for CUDA tensors and `cpu` for
@@ -169,10 +169,11 @@ def combine_many(combinations: Sequence[LinearCombination]) -> None:
 
 
 def gram_combine(rows: Operands, blocks: Blocks, combinations: Sequence[LinearCombination]) -> np.ndarray:
-    """Compute inner products of rows and several linear combinations of rows, in one pass if the backend supports it.
+    """Compute inner products and several linear combinations of vectors, in one pass if the backend supports it.
 
-    The function writes each linear combination into its target. It returns the inner products as an array, with the
-    same shape and order as the result of the function `block_products`.
+    The function writes each linear combination into its target. It returns the inner products of all pairs of `rows`,
+    separately for each block of consecutive entries. For k rows and B blocks, the result is a float64 array
+    (B, k(k+1)/2) in the order of `block_products`.
     """
     rows = rows.prepare()
     together = getattr(backend_for(rows.device), "gram_combine", None)
@@ -203,10 +204,10 @@ def _combine_sequentially(combinations: Sequence[LinearCombination], deferred: S
 
 
 def describe_backends() -> list[tuple[str, str]]:
-    """Return the status of each backend and the current selection, as pairs of a name and a description.
+    """Return pairs of a name and a description: one for each backend, and a last one for the current selection.
 
-    There is one pair for each backend. The name `"chosen"` in the last pair stands for the current selection. If this
-    selection is automatic, its description includes the measured duration of one aggregation step on the CPU.
+    The description of a backend is its status. The last pair has the name `"chosen"`. If the selection is automatic,
+    its description includes the measured duration of one aggregation step on the CPU.
     """
     why = {name: load_backend(name).unavailable() for name in BACKENDS}
     lines = [(name, _describe_available(name) if reason is None else reason) for name, reason in why.items()]

@@ -196,10 +196,7 @@ def combine(
 
 
 def _device() -> str:
-    """Return the type of device that the backend supports.
-
-    The type is `"cpu"` in Triton's interpreter, and `"cuda"` otherwise.
-    """
+    """Return the device type of the Triton backend: "cuda", or "cpu" in Triton's interpreter."""
     return "cuda" if isinstance(_block_products_kernel, triton.JITFunction) else "cpu"
 
 
@@ -338,10 +335,10 @@ def _write(
 @_jit
 @no_type_check
 def _block_range(table, WIDTH: constexpr, LANES: constexpr):
-    """Return the bounds of a block, the bounds of its aligned part, and the offsets of the entries of a tile.
+    """Return the start and the stop of a block, those of its aligned part, and the offsets of the entries in a tile.
 
-    The aligned part begins and ends at multiples of 16 entries. The kernel processes it in tiles (groups of consecutive
-    entries), and the few other entries of the block separately.
+    A block is a range of consecutive entries, and its aligned part begins and ends at multiples of 16 entries. A kernel
+    processes this part in smaller ranges (tiles), and the few other entries separately.
     """
     start = tl.load(table)
     stop = tl.load(table + 1)

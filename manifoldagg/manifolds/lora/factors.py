@@ -107,10 +107,10 @@ class TruncatedSVD:
 
     @property
     def is_tied(self) -> Tensor:
-        """Whether the best low-rank approximation is not unique, for each original matrix (*batch,).
+        """Whether the best low-rank approximation of a matrix is not unique.
 
-        This is the case if the smallest retained singular value is not 0, and equals the largest truncated singular
-        value up to rounding.
+        The result has the shape (*batch,), with one entry for each original matrix. An entry is true if the smallest
+        retained singular value is not 0, and equals the largest truncated singular value up to rounding.
         """
         if self.values.shape[-1] <= self.rank:
             return torch.zeros(self.values.shape[:-1], dtype=torch.bool, device=self.values.device)
@@ -156,7 +156,7 @@ def truncate(x: Tensor, m: int, rank: int) -> TruncatedSVD:
 
 
 def balance(x: Tensor, m: int) -> Tensor:
-    r"""Compute balanced factors $B$ and $A$ of a low-rank matrix $X$, which means that $B^\top B = A A^\top$.
+    r"""Factorise a low-rank matrix $X = B A$ such that the factors are balanced: $B^\top B = A A^\top$.
 
     With the singular value decomposition $X = U \Sigma V^\top$, the factors are $B = U\sqrt\Sigma$ and
     $A = \sqrt\Sigma\, V^\top$.
@@ -277,9 +277,9 @@ class JointBasis:
     def rounding(self, coefficients: Tensor, truncated_svd: TruncatedSVD) -> Tensor:
         r"""Estimate the rounding error of each singular value of a linear combination $\sum_i c_i X_i$ of matrices.
 
-        Each matrix is the product $X_i = B A$ of two factors, which were rounded to a dtype with the machine epsilon
-        $\varepsilon$. Let $b$ be a column of $B$, and let $a$ be the corresponding row of $A$. For a singular value
-        with the singular vectors $u$ and $v$:
+        Each matrix is the product $X_i = B_i A_i$ of two factors, which were rounded to a dtype with the machine
+        epsilon $\varepsilon$. Let $b$ be a column of $B_i$, and let $a$ be the corresponding row of $A_i$. For a
+        singular value with the left singular vector $u$ and the right singular vector $v$:
 
         - The rounding error of $b$ changes the singular value by about $\varepsilon\, |c_i|\, |b|\, |a \cdot v|$.
         - The rounding error of $a$ changes the singular value by about $\varepsilon\, |c_i|\, |a|\, |b \cdot u|$.

@@ -29,7 +29,7 @@ __all__ = ["Adapters", "FactorEntries", "ScaledBias", "trainable_factors"]
 class FactorEntries:
     """The two factors of a LoRA adapter in a state dict, and the scaling of their product.
 
-    A parameter space replaces the two factors by one tensor (a leaf), which represents the scaled product $X = s B A$.
+    In a parameter space, one tensor (a leaf) represents the scaled product $X = s B A$ of the two factors.
 
     Attributes:
         first: the name, shape and dtype of $A$ (r, ...). All axes after the first count as one axis.
@@ -66,7 +66,7 @@ class FactorEntries:
     def leaf(self) -> Entry:
         """The name, shape and dtype of the tensor that replaces the two factors $A$ and $B$ of the adapter.
 
-        The dtype represents the values of both factors exactly.
+        The dtype is wide enough to represent the values of both factors without rounding.
         """
         return Entry(self.pair.leaf_name, self.space.shape, _wider_dtype(self.first.dtype, self.second.dtype))
 
@@ -104,10 +104,10 @@ class FactorEntries:
         return rank
 
     def stack(self, state: Mapping[str, Tensor], scaling: float, prefix: str) -> Tensor:
-        """Return the tensor that represents the scaled product of the two factors in a state dict.
+        """Convert the factors $A$ and $B$ of a state dict to one tensor that represents the product $s B A$.
 
-        If the rank of the product is too high for the manifold of this adapter, the product is replaced by the nearest
-        matrix of the permitted rank.
+        The number $s$ is the argument `scaling`. If the rank of the product is too high for this adapter, the product
+        is replaced by the nearest matrix of the permitted rank.
 
         Raises:
             StateDictError: if a tensor is not finite, or overflows when it is scaled.
@@ -130,8 +130,9 @@ class FactorEntries:
         The factors have their original dtypes, and their product does not include the scaling. In general, the factors
         are balanced: $B^\top B = A A^\top$. There are two exceptions:
 
-        - If exactly one factor is 0, as in a new adapter, the factors are unchanged.
-        - If the product has a lower rank than the factors, the unused rows of $A$ are initialised as in PEFT.
+        - If exactly one factor is 0, as in a new adapter, the factors are returned without balancing.
+        - If the product has a lower rank than the factors, some rows of $A$ are multiplied by columns of $B$ that are
+          0. These rows are initialised as in PEFT.
 
         Raises:
             StateDictError: if the dtype of a tensor overflows.
@@ -297,9 +298,10 @@ class Adapters:
         return factors | {bias.entry.name: bias.entry for bias in self.biases}
 
     def empty_stacked(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a state dict in which one uninitialised tensor replaces the two factors of each LoRA adapter.
+        """Return a state dict in which one placeholder tensor replaces the two factors of each LoRA adapter.
 
-        The biases of the adapters are also uninitialised. Only the shapes and dtypes of these tensors are meaningful.
+        The placeholder has the name, shape and dtype of the tensor that represents the product of the factors, but
+        uninitialised values. The biases of the adapters are also uninitialised.
         """
         entries = (*(pair.leaf for pair in self.factors), *self._stacked_biases)
         return self._replace_factors(
@@ -387,11 +389,11 @@ class Adapters:
 def trainable_factors(truncated_svd: TruncatedSVD, m: int, dtype: torch.dtype) -> Tensor:
     r"""Factorise a matrix into $B$ (m, r) and $A$ (r, n) such that gradient descent can train both factors completely.
 
-    If the rank of the matrix is r, the factors are balanced: $B^\top B = A A^\top$. If the rank is lower, the last
-    columns of $B$ and the last rows of $A$ would be 0 in balanced factors. Their gradients would also be 0, so training
-    would never change them. The last rows of $A$ are therefore initialised as in PEFT, with uniform random numbers
-    between $-1 / \sqrt n$ and $1 / \sqrt n$ and a fixed seed. The last columns of $B$ remain 0, so the product does not
-    change.
+    If the rank of the matrix is r, the factors are balanced: $B^\top B = A A^\top$. If the rank is lower, balanced
+    factors would have zero columns in $B$ and zero rows in $A$. The gradients of these columns and rows would also be
+    0, so training would never change them. The function therefore initialises the zero rows of $A$ as in PEFT, with
+    uniform random numbers from the interval $[-1 / \sqrt n, 1 / \sqrt n]$. The seed is fixed. The zero columns of $B$
+    remain 0, so the product does not change.
 
     Args:
         truncated_svd: the SVD of the matrix.

@@ -80,9 +80,10 @@ class FactorPair:
         return a.shape[0]
 
     def stack(self, state: Mapping[str, Tensor], *, prefix: str = "adapter: ") -> Tensor:
-        r"""Concatenate the factors $B$ and $A^\top$ of a state dict into one tensor (m + n, r).
+        r"""Concatenate the factors $B$ (m, r) and $A^\top$ (n, r) of a LoRA adapter into one tensor (m + n, r).
 
-        If the factors have different dtypes, the result has a dtype that represents the values of both exactly.
+        If the factors in the state dict have different dtypes, the result has a dtype that represents all values of
+        both factors without rounding.
 
         Raises:
             StateDictError: as in `check`.

@@ -30,8 +30,9 @@ class ScaledModule(NamedTuple):
 def resolve_scalings(scaling: Scaling, pairs: Iterable[ScaledModule], *, prefix: str = "") -> list[float]:
     r"""Return the scaling of each LoRA adapter, by which a model multiplies the product of the two factors.
 
-    If `scaling` is the config of the adapters, the result is $\alpha / r$, where $\alpha$ is `lora_alpha` and $r$ is
-    the rank. With rank stabilisation (`use_rslora`), it is $\alpha / \sqrt r$.
+    The argument `scaling` contains either the scalings, or a config from which they are computed. In a config, let
+    $\alpha$ be `lora_alpha`, and let $r$ be the rank. The scaling is then $\alpha / r$, or $\alpha / \sqrt r$ with rank
+    stabilisation (`use_rslora`).
 
     Args:
         scaling: one of the following:
