@@ -5,7 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -844,17 +844,19 @@ class Server:
                 nevertheless.
         """
         self._updates.check_may_wait()
-        with self._updates.lock.lock, ExitStack() as stack:
-            # These callbacks run in reverse order, even if one of them fails. After the state is closed, no call
-            # changes the server, so the journal can write all remaining records.
-            stack.callback(self._state.update, lambda now: (now._replace(pending_log=None), None))
-            if self._durability.journal is not None:
-                stack.callback(self._durability.journal.close)
-            stack.callback(self._state.update, lambda now: (now.close(), None))
-            self._updates.notify_average()
-        self._updates.deliver_events()
-        if self._durability.checkpoints is not None:
-            self._durability.checkpoints.finish()
+        try:
+            with self._updates.lock.lock:
+                try:
+                    self._updates.notify_average()
+                finally:
+                    self._state.update(lambda now: (now.close(), None))
+        finally:
+            # After an interrupt before this point, the server is still open, and so are its files.
+            if self._state.value.is_closed:
+                try:
+                    self._durability.close()
+                finally:
+                    self._updates.deliver_events()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Server has locks and tickets in flight: it cannot be copied or pickled; store its `model`")

@@ -30,6 +30,8 @@ from manifoldagg.federated.server.state import ServerState
 __all__ = ["Journal", "JournalLock", "JournalWriter"]
 
 FSYNC_MODES = ("always", "batch")
+CLOSED = -1
+"""The file descriptor of a segment that was closed. The operating system never uses this number."""
 LOG = logging.getLogger("manifoldagg")
 
 
@@ -124,6 +126,7 @@ class _Position(NamedTuple):
         end_offset: the offset in bytes at which the next record is written.
         next_lsn: the LSN of the first record that is not yet written.
         durable_lsn: the LSN of the first record that is not yet synced to the disk.
+        needs_checkpoint: whether earlier records may be lost, so that only a checkpoint makes the journal valid again.
     """
 
     descriptor: int
@@ -132,6 +135,12 @@ class _Position(NamedTuple):
     end_offset: int
     next_lsn: int
     durable_lsn: int
+    needs_checkpoint: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the segment is open."""
+        return self.descriptor != CLOSED
 
 
 class JournalWriter:
@@ -162,7 +171,7 @@ class JournalWriter:
         self._journal_lock = lock
         self._state = state
         self._write_lock = OwnedLock()
-        self._has_failed = self._needs_checkpoint = False
+        self._has_failed = False
         # The LSN after the records of calls that interrupted a write and returned before their records were written.
         self._nested_lsn = 0
         self._position: _Position | None = None
@@ -203,7 +212,6 @@ class JournalWriter:
         close_previous = self._close_segment
         self._position = _Position(descriptor, magic, first_lsn, end, first_lsn, first_lsn)
         self._close_segment = close
-        self._needs_checkpoint = False
         close_previous()
 
     def held_by_me(self) -> bool:
@@ -227,10 +235,12 @@ class JournalWriter:
         log = self._state.value.pending_log
         if log is None or not (log.records or self._has_failed):
             return
-        if self.held_by_me():
-            self._nested_lsn = log.records.next_index
-        else:
+        if not self.held_by_me():
             self._write_until(log.records.next_index)
+            return
+        # Another call can interrupt this loop. The last value that the loop stores covers its record, too.
+        while self._nested_lsn != (next_lsn := self._next_pending_lsn()):
+            self._nested_lsn = next_lsn
 
     def rotate(self, lsn: int) -> None:
         """Start a new journal file after a checkpoint, and delete the old journal files that are no longer needed.
@@ -243,9 +253,11 @@ class JournalWriter:
         """
         with self._write_lock.lock:
             at = self._position
+            if at is None or not at.is_open:
+                return
             try:
-                if at is not None and at.next_lsn > at.first_lsn and (not self._needs_checkpoint or lsn >= at.next_lsn):
-                    if not self._needs_checkpoint:
+                if at.next_lsn > at.first_lsn and (not at.needs_checkpoint or lsn >= at.next_lsn):
+                    if not at.needs_checkpoint:
                         self._guarded(self._sync)
                     self._rotate(at)
                 self._delete_segments(lsn)
@@ -262,12 +274,17 @@ class JournalWriter:
             CheckpointError: if the records cannot be written. The lock is released nevertheless.
         """
         with self._write_lock.lock:
+            at = self._position
             try:
-                if self._position is not None:
-                    self._guarded(self._write)
-                    self._guarded(self._sync)
+                if at is not None and at.is_open:
+                    try:
+                        self._guarded(self._write)
+                    finally:
+                        self._guarded(self._sync)
             finally:
-                self._position = None
+                if self._position is not None:
+                    self._position = self._position._replace(descriptor=CLOSED)
+                self._has_failed = False
                 self._close_segment()
                 self._journal_lock.close()
 
@@ -289,7 +306,8 @@ class JournalWriter:
                 except FileNotFoundError:
                     pass
                 except OSError:
-                    self._needs_checkpoint = self._has_failed = True
+                    self._position = position._replace(needs_checkpoint=True)
+                    self._has_failed = True
             raise
 
     def _guarded(self, function: Callable[[], None]) -> None:
@@ -302,12 +320,15 @@ class JournalWriter:
             if isinstance(error, CheckpointError):
                 LOG.error("%s", error)
             raise
-        self._has_failed = False
+
+    def _next_pending_lsn(self) -> int:
+        """Return the LSN of the next record that the server will publish."""
+        log = self._state.value.pending_log
+        return 0 if log is None else log.records.next_index
 
     def _is_behind(self, lsn: int) -> bool:
-        """Return whether a record before the log sequence number `lsn` is not yet written."""
+        """Return whether a record before `lsn`, or of a call that interrupted a write, is not yet written."""
         position = self._position
-        # `_nested_lsn` includes the records of calls that interrupted a write.
         return position is not None and position.next_lsn < max(lsn, self._nested_lsn)
 
     def _write_until(self, lsn: int) -> None:
@@ -323,9 +344,13 @@ class JournalWriter:
         log = self._state.value.pending_log
         if at is None or log is None:
             return
-        if self._needs_checkpoint:
-            raise OSError("earlier records may be lost; write a checkpoint to start a new segment")
         records = [log.records[lsn] for lsn in log.records if lsn >= at.next_lsn]
+        if not (records or self._has_failed):
+            return
+        if not at.is_open:
+            raise OSError("the server was closed")
+        if at.needs_checkpoint:
+            raise OSError("earlier records may be lost; write a checkpoint to start a new segment")
         end = os.lseek(at.descriptor, at.end_offset, os.SEEK_SET)
         for lsn, record in enumerate(records, at.next_lsn):
             for part in encode_record(at.magic, lsn, at.durable_lsn, record):
@@ -336,18 +361,25 @@ class JournalWriter:
         if self.journal.fsync == "always":
             os.fsync(at.descriptor)
             after = after._replace(durable_lsn=after.next_lsn)
+        elif after.next_lsn - after.durable_lsn >= self.journal.fsync_every:
+            self._sync_earlier_records(at)
+            after = after._replace(durable_lsn=after.next_lsn)
         self._position = after
+        self._has_failed = False
         self._state.update(lambda now: (now.log_truncated(after.next_lsn), None))
-        if after.next_lsn - after.durable_lsn >= self.journal.fsync_every:
-            self._sync()
 
     def _sync(self) -> None:
         at = self._position
-        if at is None or at.durable_lsn == at.next_lsn:
-            return
+        if at is not None and at.durable_lsn != at.next_lsn:
+            self._sync_earlier_records(at)
+            self._position = at._replace(durable_lsn=at.next_lsn)
+
+    def _sync_earlier_records(self, position: _Position) -> None:
+        """Sync the file. If this fails, and the file contains earlier records without a sync, require a checkpoint."""
         try:
-            os.fsync(at.descriptor)
-        except OSError:  # The system may have discarded the data, so that the next sync would succeed without it.
-            self._needs_checkpoint = True
+            os.fsync(position.descriptor)
+        except OSError:
+            # The system may have discarded the earlier records, so that the next sync would succeed without them.
+            if position.durable_lsn < position.next_lsn:
+                self._position = position._replace(needs_checkpoint=True)
             raise
-        self._position = at._replace(durable_lsn=at.next_lsn)

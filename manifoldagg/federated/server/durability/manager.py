@@ -165,6 +165,23 @@ class DurabilityManager:
         if self.checkpoints is not None and not state.pending_notifications and not state.is_closed:
             self.checkpoints.maybe_write(state.history.next_index, self.make_snapshot)
 
+    def close(self) -> None:
+        """Finish the last checkpoint, and close the journal.
+
+        The method first waits for a running `save`. The lock of the journal is released last, so that another process
+        cannot resume the server while a file of this server is still being written.
+
+        Raises:
+            CheckpointError: if the checkpoint or the journal could not be written. The files are closed nevertheless.
+        """
+        with self._save_lock.lock:
+            try:
+                if self.checkpoints is not None:
+                    self.checkpoints.finish()
+            finally:
+                if self.journal is not None:
+                    self.journal.close()
+
     def save(
         self,
         path: str | Path | None,

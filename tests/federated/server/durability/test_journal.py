@@ -1367,12 +1367,156 @@ def test_concurrent_calls_share_a_sync(tmp_path, monkeypatch):
     assert entered.wait(30)
     for thread in threads[1:]:
         thread.start()
+    deadline = time.monotonic() + 30
     while len(server.tickets) < 5:  # Each thread publishes its ticket, and then waits for the write.
+        assert time.monotonic() < deadline
         time.sleep(0.001)
     released.set()
     for thread in threads:
         thread.join(30)
     assert len(syncs) == 2
+    before = state(server)
+    crash(server)
+    assert state(back(tmp_path, server)) == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_close_can_be_repeated_after_an_interrupt_of_the_average(tmp_path, monkeypatch, error):
+    server = fresh(journal=tmp_path / LINES)
+    server.dispatch("a")
+    tickets = server.tickets
+
+    def interrupted():
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server._updates, "notify_average", interrupted)
+        with pytest.raises(error):
+            server.close()
+    with pytest.raises(ArgumentError, match="server: was closed"):
+        server.dispatch("b")
+    server.close()
+    assert back(tmp_path, server).tickets == tickets
+
+
+def test_interrupt_before_close_leaves_an_open_server_with_a_journal(tmp_path, monkeypatch):
+    server = fresh(journal=tmp_path / LINES)
+
+    class Interrupted:
+        def __enter__(self):
+            raise KeyboardInterrupt
+
+        def __exit__(self, *_):
+            pass
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server._updates.lock, "lock", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            server.close()
+    server.dispatch("a")
+    before = state(server)
+    crash(server)
+    assert state(back(tmp_path, server)) == before
+
+
+def test_call_whose_record_a_failing_close_cannot_write_raises(tmp_path, monkeypatch):
+    """The thread has published its ticket, and waits for the journal while another thread closes the server."""
+    server = fresh(journal=tmp_path / LINES)
+    entered, raised = threading.Event(), []
+    writer = server._durability.journal
+    write_until = writer._write_until
+
+    def waits(lsn):
+        entered.set()
+        assert closed.wait(30)
+        write_until(lsn)
+
+    closed = threading.Event()
+
+    def dispatch():
+        try:
+            server.dispatch("a")
+        except CheckpointError as error:
+            raised.append(str(error))
+
+    monkeypatch.setattr(writer, "_write_until", waits)
+    thread = threading.Thread(target=dispatch)
+    thread.start()
+    assert entered.wait(30)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.os, "write", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            server.close()
+    closed.set()
+    thread.join(30)
+    assert len(raised) == 1
+    assert "the server was closed" in raised[0]
+    assert back(tmp_path, server).tickets == []
+
+
+def test_journal_stays_locked_until_the_last_checkpoint_is_written(tmp_path, monkeypatch):
+    policy = CheckpointPolicy(tmp_path / FILE, every_updates=1)
+    server = Server(
+        SPACE, Adds(), torch.zeros(SIZE), durability=Durability(checkpoint=policy, journal=tmp_path / LINES)
+    )
+    server.receive(server.dispatch("a"), answer(1)).check()
+    finish = server._durability.checkpoints.finish
+    refused = []
+
+    def observed():
+        with pytest.raises(CheckpointError, match="is locked"):
+            journal.JournalLock(Journal(tmp_path / LINES))
+        refused.append(True)
+        finish()
+
+    monkeypatch.setattr(server._durability.checkpoints, "finish", observed)
+    server.close()
+    assert refused
+    journal.JournalLock(Journal(tmp_path / LINES)).close()
+
+
+def test_checkpoint_does_not_hide_a_failed_write(tmp_path, monkeypatch):
+    server = fresh(journal=tmp_path / LINES)
+    first, second = server.dispatch("a"), server.dispatch("b")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def unwritable(*_):
+        raise CheckpointError("cannot be written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.os, "write", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            server.receive(first, answer(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(server._durability.journal, "open_segment", unwritable)
+        server.save(tmp_path / FILE)
+    version = server.version
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.os, "write", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            server.receive(second, answer(2))
+    assert server.version == version
+
+
+def test_records_of_a_failed_batch_sync_stay_pending(tmp_path, monkeypatch):
+    server = fresh(journal=Journal(tmp_path / LINES, fsync="batch", fsync_every=1))
+    ticket = server.dispatch("a")
+
+    def broken(file):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.os, "fsync", broken)
+        for _ in range(2):  # The second call finds the record of the first one.
+            with pytest.raises(CheckpointError, match="Input/output error"):
+                server.dispatch("b")
+    server.receive(ticket, answer(1)).check()
     before = state(server)
     crash(server)
     assert state(back(tmp_path, server)) == before
