@@ -70,6 +70,8 @@ def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
                 made.params["out"] = (Path() if here == there else parent) / made.params["out"]
                 _methods(made.params)
                 workloads.partition(made.params["partition"])
+                if made.params["swa"] is not None:
+                    WeightAveraging.parse(made.params["swa"])
                 workloads.parse_workload(*(made.params[name] for name in ("scheduler", "delays", "availability")))
         for count, (name, made) in enumerate(runs.items(), start=1):
             console = Console(stderr=made.params["as_json"])
