@@ -399,10 +399,16 @@ def concurrency_table(task: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def loss_from_concurrency(task: str, rule: str, updates: int) -> float:
-    """Return how many percentage points less a rule reaches with 5 clients in flight than with 2."""
-    few, many = (accuracies(f"{task}-concurrency-{count}", rule, updates).mean() for count in (2, 5))
-    return 100 * float(few - many)
+def loss_from_concurrency(task: str, rule: str, updates: int, many: int) -> float:
+    """Return how many percentage points less a rule reaches with `many` clients in flight than with 2."""
+    low, high = (accuracies(f"{task}-concurrency-{count}", rule, updates).mean() for count in (2, many))
+    return 100 * float(low - high)
+
+
+def gain_at_concurrency(task: str, better: str, other: str, updates: int, count: int) -> float:
+    """Return how many percentage points more the first of two rules reaches with `count` clients in flight."""
+    high, low = (accuracies(f"{task}-concurrency-{count}", rule, updates).mean() for rule in (better, other))
+    return 100 * float(high - low)
 
 
 def rewrap(page: str, width: int = 120) -> str:
@@ -442,6 +448,7 @@ def render() -> dict[Path, str]:
         concurrency_tasks,
         extreme,
         final,
+        gain_at_concurrency,
         largest_change,
         loss_from_concurrency,
         number,
