@@ -70,8 +70,7 @@ def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
                 made.params["out"] = (Path() if here == there else parent) / made.params["out"]
                 _methods(made.params)
                 workloads.partition(made.params["partition"])
-                if made.params["swa"] is not None:
-                    WeightAveraging.parse(made.params["swa"])
+                _averaging(made.params)
                 workloads.parse_workload(*(made.params[name] for name in ("scheduler", "delays", "availability")))
         for count, (name, made) in enumerate(runs.items(), start=1):
             console = Console(stderr=made.params["as_json"])
@@ -128,7 +127,7 @@ def _load_finished(params: dict[str, Any]) -> dict[str, Any] | None:
         if tuning is not None and tuning.get("length", 1.0) != params["tune_length"]:
             return None
         chosen = _methods(params)
-        averaging = None if params["swa"] is None else WeightAveraging.parse(params["swa"])
+        averaging = _averaging(params)
         if averaging is not None:
             chosen = averaging.apply(chosen, params["num_updates"], range(params["clients"]))
         for place, method in enumerate(chosen if params["tune"] else ()):
@@ -158,3 +157,8 @@ def _methods(params: dict[str, Any]) -> list[Method]:
     return methods_with_scaled_rates(
         names, rates, clients=params["clients"], concurrency=params["concurrency"], buffer=params["buffer"]
     )[0]
+
+
+def _averaging(params: dict[str, Any]) -> WeightAveraging | None:
+    """Return the settings of the weight average, or `None` if the command computes no average."""
+    return None if params["swa"] is None else WeightAveraging.parse(params["swa"])
