@@ -50,7 +50,7 @@ def run_config(context: typer.Context, path: Path, only: Sequence[str]) -> None:
     }
     if "name" in typed:
         raise ArgumentError("name: expected --config without --name, as reports are named after the tables")
-    lines = command_lines(path, options_by_name(command.params, EXCLUDED_OPTIONS), only)
+    lines = command_lines(path, options_by_name(command, EXCLUDED_OPTIONS), only)
     here = Path.cwd()
     there = path.parent.absolute()
     for name in FILE_OPTIONS if here != there else ():

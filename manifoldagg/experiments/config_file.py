@@ -2,8 +2,10 @@
 
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
@@ -15,22 +17,39 @@ DEFAULTS = "defaults"
 """The name of the table with the options that all comparisons share."""
 
 
-@runtime_checkable
-class Option(Protocol):
-    """An option of a command as declared on the command line."""
+@dataclass(frozen=True)
+class Option:
+    """An option of a command.
 
-    opts: Sequence[str]
+    Attributes:
+        kind: the type of a value, such as `int`.
+        multiple: whether the option may be repeated.
+    """
+
+    kind: Any
     multiple: bool
-    type: Any
 
 
-def options_by_name(options: Collection[Any], exclude: Collection[str] = ()) -> dict[str, Option]:
-    """Return the options of a command by name, except for the options in `exclude`.
+def options_by_name(command: Any, exclude: Collection[str] = ()) -> dict[str, Option]:
+    """Return the options of a typer command by name, except for the options in `exclude`.
 
     The name of an option is its long form without the leading dashes.
     """
-    found = {option.opts[0].removeprefix("--"): option for option in options if option.opts[0].startswith("--")}
+    # Versions of typer store the type of an option in different ways, so it is read from the annotations.
+    kinds = get_type_hints(command.callback)
+    found = {
+        option.opts[0].removeprefix("--"): Option(_value_type(kinds[option.name]), option.multiple)
+        for option in command.params
+        if option.opts[0].startswith("--")
+    }
     return {name: option for name, option in found.items() if name not in exclude}
+
+
+def _value_type(annotation: Any) -> Any:
+    """Return the type of one value: `str` for `str`, `str | None` and `list[str] | None`."""
+    while parts := [part for part in get_args(annotation) if part is not NoneType]:
+        annotation = parts[0]
+    return annotation
 
 
 def command_lines(path: Path, options: Mapping[str, Option], only: Sequence[str] = ()) -> dict[str, list[str]]:
@@ -94,7 +113,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _to_arguments(where: str, key: str, option: Option, value: Any) -> list[str]:
     """Convert a key of a table and its value to arguments of the command line."""
     where = f"{where}: {key}"
-    if option.type.name == "boolean":
+    if option.kind is bool:
         if not isinstance(value, bool):
             raise ArgumentError(f"{where}: expected true or false, got {short_repr(value)}")
         return [f"--{key}"] * value
@@ -102,7 +121,7 @@ def _to_arguments(where: str, key: str, option: Option, value: Any) -> list[str]
         return [f"--{key}={name}={_text(f'{where}: {name}', one)}" for name, one in value.items()]
     if isinstance(value, list) and option.multiple:
         return [f"--{key}={_text(where, one)}" for one in value]
-    if isinstance(value, list) and value and option.type.name == "text":
+    if isinstance(value, list) and value and option.kind is str:
         return [f"--{key}={','.join(_text(where, one) for one in value)}"]
     return [f"--{key}={_text(where, value)}"]
 

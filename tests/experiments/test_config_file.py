@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,30 +13,30 @@ from hypothesis import strategies as st
 
 from manifoldagg.cli.app import app
 from manifoldagg.errors import ArgumentError, ManifoldAggError
-from manifoldagg.experiments.config_file import command_lines, options_by_name
+from manifoldagg.experiments.config_file import Option, command_lines, options_by_name
 from manifoldagg.experiments.registry import RULES, methods
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = typer.main.get_command(app).get_command(None, "compare")
-OPTIONS = options_by_name(COMMAND.params, ("config", "only", "name"))
+OPTIONS = options_by_name(COMMAND, ("config", "only", "name"))
 VALUES = {
-    "integer": st.integers(-9, 9),
-    "float": st.floats(-9, 9) | st.integers(-9, 9),
-    "boolean": st.booleans(),
-    "path": st.sampled_from(["runs", "/tmp/a b", "-x"]),
-    "text": st.sampled_from(["digits", "a:b=1,c=-2", "--x", "", "é \"'#"]),
+    int: st.integers(-9, 9),
+    float: st.floats(-9, 9) | st.integers(-9, 9),
+    bool: st.booleans(),
+    Path: st.sampled_from(["runs", "/tmp/a b", "-x"]),
+    str: st.sampled_from(["digits", "a:b=1,c=-2", "--x", "", "é \"'#"]),
 }
 
 
 def values(name):
     """Return a strategy for the TOML values of an option."""
     option = OPTIONS[name]
-    single = VALUES[option.type.name]
+    single = VALUES[option.kind]
     if option.multiple:
         one = single | st.floats(0.1, 9)
         return one | st.lists(one, max_size=3) | st.dictionaries(st.sampled_from(["fedgs", "fedavg"]), one)
     words = st.lists(single, min_size=1, max_size=3)
-    return single | words if option.type.name == "text" else single
+    return single | words if option.kind is str else single
 
 
 TABLES = st.fixed_dictionaries({}, optional={name: values(name) for name in OPTIONS})
@@ -61,7 +62,7 @@ def written(path, **tables):
 def typed(table):
     """Yield the command-line words that are equivalent to a table."""
     for name, value in table.items():
-        if OPTIONS[name].type.name == "boolean":
+        if OPTIONS[name].kind is bool:
             yield from [f"--{name}"] * value
         elif OPTIONS[name].multiple:
             listed = value if isinstance(value, list) else [value]
@@ -86,9 +87,21 @@ def test_a_table_is_parsed_like_its_command_line(tmp_path_factory, table, shared
 
 
 def test_a_file_accepts_every_option_of_the_command():
-    left = {option.name for option in COMMAND.params} - {option.name for option in OPTIONS.values()}
-    assert left == {"config", "only", "name"}
+    names = {option.opts[0].removeprefix("--") for option in COMMAND.params}
+    assert names - OPTIONS.keys() == {"config", "only", "name"}
     assert {"tune-seeds", "json", "rate"} < set(OPTIONS)
+
+
+def test_types_of_options_are_read_from_the_annotations():
+    """The attribute `type` of an option does not exist in all versions of typer."""
+
+    def callback(count: int, rate: list[float] | None = None, out: Path | None = None): ...
+
+    options = [
+        SimpleNamespace(name=name, opts=[f"--{name}"], multiple=name == "rate") for name in ("count", "rate", "out")
+    ]
+    found = options_by_name(SimpleNamespace(callback=callback, params=options), ["out"])
+    assert found == {"count": Option(int, False), "rate": Option(float, True)}
 
 
 @pytest.mark.parametrize(
@@ -313,7 +326,7 @@ def test_resume_repeats_a_comparison_if_a_file_or_a_version_changes(call, tmp_pa
         (["--config", "two.toml"], "two.toml: second: methods: no method 'fedg'; did you mean fedgs?"),
         (["--config", "two.toml", "--name", "x"], "name: expected --config without --name"),
         (["--config", "bad.toml"], "bad.toml: first: partition: no partition 'shard'; did you mean shards?"),
-        (["--config", "type.toml"], "type.toml: first: Invalid value for '--updates': 'many' is not a valid int"),
+        (["--config", "type.toml"], "type.toml: first: Invalid value for '--updates': "),
         (["--only", "first"], "only: expected --config, because --only selects its tables"),
     ],
 )

@@ -22,7 +22,7 @@ from manifoldagg.simulation import PerTask
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 COMMAND = typer.main.get_command(app).get_command(None, "compare")
-OPTIONS = options_by_name(COMMAND.params, ("config", "only", "name"))
+OPTIONS = options_by_name(COMMAND, ("config", "only", "name"))
 LINES = command_lines(EXAMPLES / "papers.toml", OPTIONS)
 SMALL = [name for name in LINES if name.endswith("-small")]
 
