@@ -146,7 +146,7 @@ class Transporter:
     def gram(self, rows: Tensor) -> Tensor:
         """Compute the inner products of k tangents at the current model, for each leaf (named part) of the space.
 
-        The result is a float64 tensor (S, k, k) for a space with S leaves.
+        The result is a float64 tensor (S, k, k) on the CPU for a space with S leaves.
         """
         # Leaves are orthogonal to each other, so the matrix of the space is the sum of the matrices of its leaves.
         tangents = rows.view(len(rows), *self.current.shape)
@@ -197,7 +197,7 @@ def checked_log(space: Manifold, x: Tensor, points: Tensor, name: str) -> Tensor
 
 
 def _inner(space: Manifold, x: Tensor, tangents: Tensor) -> Tensor:
-    """Compute the matrix (k, k) of Riemannian inner products of k tangents at the point `x`."""
+    """Compute the matrix (k, k) of Riemannian inner products of k tangents at the point `x`, on the CPU."""
     k = len(tangents)
     # Each pair is computed once, so that the matrix is exactly symmetric even if the metric rounds.
     i, j = torch.tril_indices(k, k)
@@ -205,4 +205,4 @@ def _inner(space: Manifold, x: Tensor, tangents: Tensor) -> Tensor:
     values = space._inner(x.double().expand(len(i), *x.shape), u[i], u[j]).reshape(len(i), -1).sum(1)
     # The strictly lower triangle is mirrored, so the diagonal is counted once.
     lower = values.new_zeros(k, k).index_put((i, j), values)
-    return lower + lower.tril(-1).mT
+    return (lower + lower.tril(-1).mT).cpu()

@@ -335,7 +335,7 @@ class Simplex(Hull):
         return torch.cat([phi, point.unsqueeze(0)]), replace(self, vertices=self.vertices + 1)
 
     def _heights(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the factors (k,) of the volume, and whether the simplex is nondegenerate."""
+        """Compute the factors (k,) of the volume on the device of `phi`, and whether the simplex is nondegenerate."""
         # The factors are h_i / i, where the height h_i is the distance of vertex i from the span of the vertices before
         # it. The heights are the diagonal of the Cholesky factor.
         inner = self._edge_gram(phi)
@@ -344,14 +344,17 @@ class Simplex(Hull):
         nondegenerate = _cholesky(inner.detach())[1]
         safe = torch.where(nondegenerate, inner, torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
         heights = torch.linalg.cholesky(safe).diagonal()
-        return heights / torch.arange(1, self.vertices, device=inner.device), nondegenerate
+        factors = heights / torch.arange(1, self.vertices, device=inner.device)
+        return factors.to(phi.device), nondegenerate.to(phi.device)
 
     def _edge_gram(self, phi: Tensor) -> Tensor:
         """Compute the Gram matrix (k, k) of the edges from the first vertex to the other vertices."""
         self._require_flat("volumes")
         self._check_phi(phi)
         rows = phi.flatten(1)
-        inner = gram(rows[1:], minus=rows[0])[0] if len(rows) > 1 else rows.new_zeros(0, 0, dtype=torch.float64)
+        if len(rows) == 1:
+            return rows.new_zeros(0, 0, dtype=torch.float64)
+        inner = gram(rows[1:], minus=rows[0])[0]
         if not needs_autograd_path([inner.detach()]) and not is_finite(inner):
             raise ArgumentError("phi: expected vertices with finite squared edge lengths, got NaN or infinity")
         return inner

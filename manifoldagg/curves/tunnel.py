@@ -292,7 +292,7 @@ class Tunnel(Embedding):
         self.check(phi)
         points = phi.flatten(1)
         # `gram` forms the difference in float64 and is differentiable.
-        chord = gram([points[-1]], minus=points[0])[0][0, 0].sqrt()
+        chord = gram([points[-1]], minus=points[0])[0][0, 0].sqrt().to(phi.device)
         length = arc_length(self.curve._speed(phi), self.curve.breaks)
         return length.log() + log_ball(self._form.num_normal, self.radius * chord)
 

@@ -40,7 +40,7 @@ def num_points(rule):
 
 def near(message, generator):
     """The payload of a client whose model is as near to its start as `AdaMasFL` requires."""
-    noise = torch.randn(2, *message.start.shape, generator=generator)
+    noise = torch.randn(2, *message.start.shape, generator=generator, dtype=message.start.dtype)
     points = (message.start + 1e-3 * noise[0])[None]
     return Payload(points, 1, {"gradient": noise[1]}, {"opening": message.numbers["opening"]})
 
