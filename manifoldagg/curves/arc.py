@@ -38,7 +38,7 @@ def arc_length(speed: Speed, edges: Sequence[float]) -> Float[Tensor, ""]:
     or a cusp of the curve therefore requires only a few more panels.
 
     Args:
-        speed: a function from parameters (m, 16) to speeds.
+        speed: a function from parameters (m, 16) on the CPU to speeds on any device.
         edges: the ascending edges of the initial panels. The first and the last edge are the limits of integration.
             Every jump of the speed must be an edge.
 
@@ -93,8 +93,8 @@ def _quadrature(speed: Speed, low: Tensor, high: Tensor) -> Tensor:
     # accumulated in float64 even if the speeds are less precise.
     half = ((high - low) / 2).unsqueeze(-1)
     nodes, weights = _gauss_legendre()
-    values = speed(low.unsqueeze(-1) + half * (1 + nodes.to(low.device)))
-    return (half * weights.to(low.device) * values).sum(-1).to(values.dtype)
+    values = speed(low.unsqueeze(-1) + half * (1 + nodes)).cpu()
+    return (half * weights * values).sum(-1).to(values.dtype)
 
 
 @cache
@@ -108,7 +108,7 @@ def _gauss_legendre() -> tuple[Tensor, Tensor]:
 def _panels(speed: Speed, edges: Sequence[float]) -> Tensor:
     """Bisect panels until the quadrature converges, and return the edges of all panels."""
     with torch.no_grad():
-        cuts = torch.tensor(edges, dtype=torch.float64)
+        cuts = torch.tensor(edges, dtype=torch.float64, device="cpu")
         low = cuts[:-1]
         high = cuts[1:]
         whole = _quadrature(speed, low, high)

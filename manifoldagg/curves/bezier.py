@@ -120,10 +120,10 @@ class BezierSpline(CurveEmbedding):
         inner = torch.stack([differences_gram(phi[k * n : (k + 1) * n + 1]) for k in range(self.pieces)])
 
         def speed(t: Tensor) -> Tensor:
-            piece, s = self._locate(t.cpu())
+            piece, s = self._locate(t)
             each = inner[0] if self.pieces == 1 else inner[piece]
             # The first two factors convert differences of control points to velocities of the whole curve.
-            return self.pieces * n * sqrt_quadratic_form(each, basis(n - 1, s)).to(t.device)
+            return self.pieces * n * sqrt_quadratic_form(each, basis(n - 1, s))
 
         return speed
 

@@ -314,17 +314,12 @@ def curvature(curve: CurveEmbedding, phi: Phi, *, points: int = 101) -> Curvatur
     grid = torch.linspace(0, 1, points, dtype=torch.float64, device=phi.device)
     # `unique` also sorts the parameters.
     parameters = torch.cat([grid, grid.new_tensor(sharpest)]).unique()
-
-    def turning_rate(t: Tensor) -> Tensor:
-        # The quadrature computes on the CPU.
-        return _turning_rate(curve, phi, t.to(phi.device), min_norm)[1].to(t.device)
-
     with torch.no_grad():
         speed, turning = _turning_rate(curve, phi, parameters, min_norm)
         values = turning / torch.where(speed > min_norm, speed, 1)
         # The tolerance of the quadrature is relative. An offset of one radian prevents it from resolving the rounding
         # errors of an almost straight path.
-        total = arc_length(lambda t: 1 + turning_rate(t), curve.breaks).item() - 1
+        total = arc_length(lambda t: 1 + _turning_rate(curve, phi, t, min_norm)[1], curve.breaks).item() - 1
         corners = torch.tensor(curve.breaks[1:-1], dtype=torch.float64, device=phi.device)
         if len(corners):
             total += _joint_angles(curve, phi, corners, min_norm).sum().item()

@@ -193,7 +193,7 @@ class CurveEmbedding(Embedding):
 
     def _speed(self, phi: Tensor) -> Speed:
         """Return a function that computes the speed of the curve at given parameters."""
-        return lambda t: norm(self.space, *self._point_and_velocity(phi, t)).to(t.device)
+        return lambda t: norm(self.space, *self._point_and_velocity(phi, t))
 
     def _point_and_velocity(self, phi: Tensor, t: Parameter) -> tuple[Tensor, Tensor]:
         """Compute points (*batch, *space.shape) of the curve and the velocities there, by one jvp."""

@@ -352,9 +352,7 @@ class Simplex(Hull):
         self._require_flat("volumes")
         self._check_phi(phi)
         rows = phi.flatten(1)
-        if len(rows) == 1:
-            return rows.new_zeros(0, 0, dtype=torch.float64)
-        inner = gram(rows[1:], minus=rows[0])[0]
+        inner = gram(rows[1:], minus=rows[0])[0] if len(rows) > 1 else rows.new_zeros(0, 0, dtype=torch.float64)
         if not needs_autograd_path([inner.detach()]) and not is_finite(inner):
             raise ArgumentError("phi: expected vertices with finite squared edge lengths, got NaN or infinity")
         return inner

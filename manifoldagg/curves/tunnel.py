@@ -292,9 +292,9 @@ class Tunnel(Embedding):
         self.check(phi)
         points = phi.flatten(1)
         # `gram` forms the difference in float64 and is differentiable.
-        chord = gram([points[-1]], minus=points[0])[0][0, 0].sqrt().to(phi.device)
+        chord = gram([points[-1]], minus=points[0])[0][0, 0].sqrt()
         length = arc_length(self.curve._speed(phi), self.curve.breaks)
-        return length.log() + log_ball(self._form.num_normal, self.radius * chord)
+        return (length.log() + log_ball(self._form.num_normal, self.radius * chord)).to(phi.device)
 
     def volume(self, phi: Phi) -> Float64[Tensor, ""]:
         """Compute the exponential of `log_volume`, which may underflow to 0 or overflow to infinity."""
