@@ -143,15 +143,6 @@ def _model(size: int, seed: int, device: str) -> dict[str, Tensor]:
     return {f"tensor {i}": part.clone() for i, part in enumerate(parts)}
 
 
-def step_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Format the table of the steps."""
-    lines = [f"{'rule':<12}{'P':>6}  {'model':<22}{'ms':>10}{'quartiles':>22}"]
-    for row in rows:
-        spread = f"{row['low']:.3f} to {row['high']:.3f}"
-        lines.append(f"{row['rule']:<12}{row['P']:>6.0e}  {row['model']:<22}{row['ms']:>10.3f}{spread:>22}")
-    return lines
-
-
 PARTS = {"kernels": (kernels, KERNELS, kernel_line), "steps": (steps, STEPS, step_line)}
 
 
