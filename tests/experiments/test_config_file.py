@@ -326,7 +326,7 @@ def test_resume_repeats_a_comparison_if_a_file_or_a_version_changes(call, tmp_pa
         (["--config", "two.toml"], "two.toml: second: methods: no method 'fedg'; did you mean fedgs?"),
         (["--config", "two.toml", "--name", "x"], "name: expected --config without --name"),
         (["--config", "bad.toml"], "bad.toml: first: partition: no partition 'shard'; did you mean shards?"),
-        (["--config", "type.toml"], "type.toml: first: Invalid value for '--updates': "),
+        (["--config", "type.toml"], "type.toml: first: Invalid value for '--updates': 'many' is not a valid int"),
         (["--only", "first"], "only: expected --config, because --only selects its tables"),
     ],
 )
