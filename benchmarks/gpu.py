@@ -8,6 +8,9 @@ Wall-clock times include the launch and the wait for the result.
 *Steps.* `aggregate` for a model of P parameters in 42 tensors. The model and the update of the client are on the GPU or
 on the CPU.
 
+*Sums.* `gram` copies the products of each block to the host and adds them there. The table compares the sum in compiled
+code with the sum in NumPy. This part runs on the CPU and needs no GPU.
+
 All calls run in turns.
 """
 
@@ -19,6 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from server_step import pieces
 from timing import in_turns, machine, quartiles, ratio, tabled
@@ -26,7 +30,9 @@ from torch import Tensor
 
 from manifoldagg import aggregate
 from manifoldagg.federated.rules import AsyncKrylov, FedAsync, FedOrtho
-from manifoldagg.kernels import combine, gram
+from manifoldagg.kernels import combine, gram, reduction
+from manifoldagg.kernels.backends import cpu
+from manifoldagg.kernels.blocks import Blocks
 
 HERE = Path(__file__).parent
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -143,7 +149,38 @@ def _model(size: int, seed: int, device: str) -> dict[str, Tensor]:
     return {f"tensor {i}": part.clone() for i, part in enumerate(parts)}
 
 
-PARTS = {"kernels": (kernels, KERNELS, kernel_line), "steps": (steps, STEPS, step_line)}
+def sums(sizes: list[int], repetitions: int) -> Iterator[dict[str, Any]]:
+    """Yield the measurements of the sums of the blocks on the host."""
+    generator = np.random.default_rng(0)
+    for size, k in product(sizes, ROWS["float32", "vector"]):
+        blocks = Blocks.of(((0, size),))
+        products = generator.standard_normal((len(blocks.table), k * (k + 1) // 2))
+        # The compiled function overwrites its argument.
+        calls = {
+            "NumPy": lambda products=products, blocks=blocks: reduction.pairwise_sum(products, blocks),
+            "compiled": lambda products=products, blocks=blocks: cpu.pairwise_sum(products.copy(), blocks),
+        }
+        seconds = in_turns(calls, repetitions)
+        low, middle, high = ratio(seconds["NumPy"], seconds["compiled"])
+        medians = {f"{name} us": 1e6 * statistics.median(taken) for name, taken in seconds.items()}
+        yield {"P": size, "k": k, **medians, "ratio": middle, "low": low, "high": high}
+
+
+SUMS = f"{'P':>6}{'k':>4}{'NumPy us':>12}{'compiled us':>13}{'ratio':>8}{'quartiles':>16}"
+
+
+def sum_line(row: dict[str, Any]) -> str:
+    """Format a row of the table of the sums."""
+    numbers = f"{row['NumPy us']:>12.1f}{row['compiled us']:>13.1f}{row['ratio']:>8.1f}"
+    spread = f"{row['low']:.1f} to {row['high']:.1f}"
+    return f"{row['P']:>6.0e}{row['k']:>4}{numbers}{spread:>16}"
+
+
+PARTS = {
+    "kernels": (kernels, KERNELS, kernel_line),
+    "steps": (steps, STEPS, step_line),
+    "sums": (sums, SUMS, sum_line),
+}
 
 
 def main() -> None:
@@ -154,9 +191,10 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a GPU")
-    head = f"{torch.cuda.get_device_name()}; torch {torch.__version__}, {machine()}"
+    if not torch.cuda.is_available() and options.parts != ["sums"]:
+        raise SystemExit("this benchmark needs a GPU, except for --parts sums")
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+    head = f"{name}; torch {torch.__version__}, {machine()}"
     for part in options.parts:
         measured, header, line = PARTS[part]
         rows = measured([int(size) for size in options.sizes], options.repetitions)

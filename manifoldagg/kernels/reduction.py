@@ -49,19 +49,20 @@ def gram_matrices(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> Ten
     """
     # A single block needs no addition.
     whole = len(block_sums) == len(blocks.segment_bounds) == 1
-    high = block_sums if whole else _sum_over_blocks(block_sums, rows, blocks)
+    high = block_sums if whole else _sum_over_blocks(block_sums, blocks)
     outside = out_of_range(rows, high)
     if outside is not None:
         powers = scaling_exponents(rows, blocks, outside)
         if powers.any():  # otherwise the out-of-range rows are zero or not finite, and scaling has no effect
             scaled = reference.block_products(rows.prepare(), blocks, -powers)
-            high = rescaled(high, _sum_over_blocks(scaled, rows, blocks), powers)
+            high = rescaled(high, _sum_over_blocks(scaled, blocks), powers)
     return torch.from_numpy(high.take(_triangle_indices(len(rows.plus)), axis=1))
 
 
-def _sum_over_blocks(block_sums: np.ndarray, rows: Operands, blocks: Blocks) -> np.ndarray:
+def _sum_over_blocks(block_sums: np.ndarray, blocks: Blocks) -> np.ndarray:
     """Add the products of all blocks in each segment, in compiled code if it is available."""
-    compiled = getattr(selection.backend_for(rows.device), "pairwise_sum", None)
+    # The products are on the host, even if a GPU computed them.
+    compiled = getattr(selection.backend_for(torch.device("cpu")), "pairwise_sum", None)
     # Only the totals are needed, so the low parts of the sums are discarded.
     result: np.ndarray = pairwise_sum(block_sums, blocks)[0] if compiled is None else compiled(block_sums, blocks)
     return result
