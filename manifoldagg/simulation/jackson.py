@@ -7,13 +7,14 @@ import numpy as np
 
 from manifoldagg._validation import check_count, check_vector, short_repr
 from manifoldagg.errors import ArgumentError
-from manifoldagg.simulation.delays import MAX_PROBABILITY, Exponential
-from manifoldagg.simulation.schedulers import Job, Scheduler
+from manifoldagg.simulation.delays import Exponential
+from manifoldagg.simulation.schedulers import MAX_WORK, Job, Scheduler
 
 __all__ = ["JacksonNetwork"]
 
 SUM_TOLERANCE = 1e-6
-MIN_RATE = 2.0**-1022
+MIN_RATE = 64 / MAX_WORK
+"""The smallest rate. A service takes at most 37 times its mean, so one unit of work takes at most `MAX_WORK` s."""
 
 
 class JacksonNetwork(Scheduler[int]):
@@ -74,7 +75,6 @@ class JacksonNetwork(Scheduler[int]):
             raise ArgumentError(f"routing: expected shares that sum to 1, got {1 + excess:.9g}: off by {excess:+.3g}")
         self._concurrency = check_count("concurrency", concurrency)
         self._services = {client: Exponential(1 / rate) for client, rate in enumerate(self._rates)}
-        self._set_fast_bound(max(service.quantile(MAX_PROBABILITY) for service in self._services.values()))
         edges = np.cumsum(self._routing)
         # Dividing by the total makes the last edge exactly 1, so that every draw is below it.
         self._edges: list[float] = (edges / edges[-1]).tolist()
@@ -94,12 +94,14 @@ class JacksonNetwork(Scheduler[int]):
         """Append a task of `work` units to a client's queue.
 
         Raises:
-            ArgumentError: if the client does not exist, `concurrency` tasks are in flight, or `work` is negative, not a
-                number, or might take more than $2^{960}$ seconds.
+            ArgumentError: if the client does not exist, `concurrency` tasks are in flight, or `work` is not a number
+                from 0 to $2^{480}$.
         """
         job = self._make_job(client, work)
         client = job[0]
-        service = self._service(client)
+        service = self._services.get(client)
+        if service is None:
+            raise ArgumentError(f"client: expected one of 0 to {len(self._rates) - 1}, got {short_repr(client)}")
         if self._in_flight >= self._concurrency:
             raise ArgumentError(
                 f"client: expected fewer than concurrency = {self._concurrency} tasks in flight, got {self._in_flight}"
@@ -107,23 +109,7 @@ class JacksonNetwork(Scheduler[int]):
         if self._count_in(client) == 1:
             self._start(job, service.draw(self._generator, job[1]))
         else:
-            self._enqueue(job)
-
-    def _service(self, client: int) -> Exponential:
-        service = self._services.get(client)
-        if service is None:
-            raise ArgumentError(f"client: expected one of 0 to {len(self._rates) - 1}, got {short_repr(client)}")
-        return service
-
-    def _max_seconds(self, client: int, work: float) -> float:
-        return work * self._service(client).quantile(MAX_PROBABILITY)
-
-    def _enqueue(self, job: Job[int]) -> None:
-        queue = self._queues.get(job[0])
-        if queue:
-            queue.append(job)
-        else:
-            self._queues[job[0]] = deque((job,))
+            self._queues.setdefault(client, deque()).append(job)
 
     def _on_finished(self, client: int) -> None:
         queue = self._queues.get(client)

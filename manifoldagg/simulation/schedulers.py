@@ -30,10 +30,12 @@ Job = tuple[C, float, float, int]
 """A task: its client, its work, the time of its dispatch, and the number of completions before its dispatch."""
 RunningJob = tuple[C, float, float, int, float]
 """The fields of a `Job`, and the start time."""
-MAX_TASK_SECONDS = 2.0**960
-"""The longest task in seconds. It is below half an ulp of the largest float, so adding it to a time cannot overflow."""
-FAST_PATH_LIMIT = 2.0**480
-"""If the work and the seconds per unit of work are at most this limit, their product is at most `MAX_TASK_SECONDS`."""
+MAX_WORK = 2.0**480
+"""The largest work of a task, and the longest time of one unit of work in seconds.
+
+A task then takes at most 2**960 seconds. This is below half an ulp of the largest float, so adding it to a time cannot
+overflow.
+"""
 
 
 class Completion(NamedTuple):
@@ -80,7 +82,6 @@ class Scheduler(ABC, Generic[C]):
         self._clock: VirtualClock[RunningJob[C]] = VirtualClock(generator)
         self._num_finished = 0
         self._client_counts: dict[C, int] = {}
-        self._fast_bound = FAST_PATH_LIMIT
         self._in_flight = 0
 
     @property
@@ -102,8 +103,8 @@ class Scheduler(ABC, Generic[C]):
         """Dispatch a task of `work` units.
 
         Raises:
-            ArgumentError: if the client cannot accept the task, or `work` is negative, not a number, or might take more
-                than $2^{960}$ seconds. In this case, the generator is not used.
+            ArgumentError: if the client cannot accept the task, or `work` is not a number from 0 to $2^{480}$. In this
+                case, the generator is not used.
         """
 
     def next(self) -> Completion:
@@ -157,36 +158,14 @@ class Scheduler(ABC, Generic[C]):
             client = normalize_client(client)
         if client in self._client_counts and not self.allows_queueing:
             raise ArgumentError(f"client: expected a client without a task in flight, got {client!r}")
-        if not (type(work) is float and 0 <= work <= self._fast_bound):
-            work = check_number("work", work, at_least=0)
-            if work > self._fast_bound:
-                self._check_duration(client, work)
+        if not (type(work) is float and 0 <= work <= MAX_WORK):
+            work = check_number("work", work, at_least=0, at_most=MAX_WORK)
         return client, work, self._clock.now, self._num_finished
-
-    def _check_duration(self, client: C, work: float) -> None:
-        """Reject a task whose end time would overflow. The task may start long after its dispatch."""
-        if not self._max_seconds(client, work) <= MAX_TASK_SECONDS:
-            raise ArgumentError(
-                f"work: expected a task of at most {MAX_TASK_SECONDS:.3g} s for client {client!r}, got "
-                f"{short_repr(work)}"
-            )
-
-    def _set_fast_bound(self, slowest: float) -> None:
-        """Enable the fast path of `_make_job` if one unit of work takes few enough seconds."""
-        self._fast_bound = FAST_PATH_LIMIT if slowest <= FAST_PATH_LIMIT else -1.0
 
     def _start(self, job: Job[C], seconds: float) -> int:
         """Start a task that takes `seconds`, and return the identifier of its event."""
         now = self._clock.now
         return self._clock.schedule_at(now + seconds, (*job, now))
-
-    def _max_seconds(self, client: C, work: float) -> float:
-        """Return an upper bound on the seconds of a task.
-
-        Raises:
-            ArgumentError: if the client is unknown.
-        """
-        return 0.0
 
     def _count_in(self, client: C) -> int:
         """Count a dispatched task, and return the number of tasks of its client."""
@@ -227,15 +206,14 @@ class IndependentClients(Scheduler[C]):
 
     def __init__(self, delays: Mapping[C, Delay] | Delay, generator: np.random.Generator) -> None:
         super().__init__(generator)
-        self._shared_delay = delays if isinstance(delays, Delay) else None
-        self._delays = {} if isinstance(delays, Delay) else dict(delays)
-        for client, delay in self._delays.items():
-            if not isinstance(delay, Delay):
-                raise ArgumentError(f"delays[{client!r}]: expected a Delay, got {short_repr(delay)}")
+        self._shared_delay = _check_delay("delays", delays) if isinstance(delays, Delay) else None
+        self._delays = (
+            {}
+            if isinstance(delays, Delay)
+            else {client: _check_delay(f"delays[{client!r}]", delay) for client, delay in delays.items()}
+        )
         # The event identifier of each client's task.
         self._running: dict[C, int] = {}
-        given = [delays] if isinstance(delays, Delay) else self._delays.values()
-        self._set_fast_bound(max((delay.quantile(MAX_PROBABILITY) for delay in given), default=0.0))
 
     def dispatch(self, client: C, work: float) -> None:
         job = self._make_job(client, work)
@@ -248,10 +226,6 @@ class IndependentClients(Scheduler[C]):
         if delay is None:
             raise ArgumentError(f"client: expected a client with an entry in `delays`, got {client!r}")
         return delay
-
-    def _max_seconds(self, client: C, work: float) -> float:
-        # A part of a delay may be independent of the work, so work below 1 does not reduce the bound.
-        return max(1.0, work) * self._delay(client).quantile(MAX_PROBABILITY)
 
     def _drop_client(self, client: C) -> None:
         self._clock.cancel(self._running[client])
@@ -303,8 +277,7 @@ class PriorityScheduler(Scheduler[C]):
         self._k = check_number("k", k, at_least=0)
         self._workers = self._idle_workers = check_count("workers", workers)
         default = k * check_count("clients", clients) / workers
-        self._speed = check_number("speed", default if speed is None else speed, above=0)
-        self._set_fast_bound(1 / self._speed)
+        self._speed = check_number("speed", default if speed is None else speed, at_least=1 / MAX_WORK)
         # Each entry is one tuple of the key, the number of earlier pushes and the fields of the job, to save memory.
         self._queue: list[tuple[float, int, C, float, float, int]] = []
         self._pushed = 0
@@ -313,9 +286,6 @@ class PriorityScheduler(Scheduler[C]):
         job = self._make_job(client, work)
         self._push(job)
         self._count_in(job[0])
-
-    def _max_seconds(self, client: C, work: float) -> float:
-        return work / self._speed
 
     def _push(self, job: Job[C]) -> None:
         _, work, dispatched, _ = job
@@ -341,6 +311,14 @@ class PriorityScheduler(Scheduler[C]):
     def _drop_client(self, client: C) -> None:
         self._idle_workers += len(self._clock.cancel_where(lambda running: running[0] == client))
         self._queue = [entry for entry in self._queue if entry[2] != client]
+
+
+def _check_delay(name: str, delay: object) -> Delay:
+    if not isinstance(delay, Delay):
+        raise ArgumentError(f"{name}: expected a Delay, got {short_repr(delay)}")
+    if not delay.quantile(MAX_PROBABILITY) <= MAX_WORK:
+        raise ArgumentError(f"{name}: expected at most {MAX_WORK:.3g} s for one unit of work, got {short_repr(delay)}")
+    return delay
 
 
 def normalize_client(client: Any) -> Any:
