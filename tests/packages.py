@@ -10,6 +10,8 @@ packages from PyPI. No C++ compiler is available in them:
 - `rebuild`: building the Linux wheel from the source distribution, with empty caches, gives the same bytes.
 - `oldest`: with the oldest versions that `pyproject.toml` allows, tests of all packages pass. `make test-flower` tests the
   oldest Flower. Triton is omitted, because no version of Triton fits the oldest torch.
+- `newest`: the same tests pass with the newest versions on PyPI, except for torch. Flower is omitted, because it limits
+  the versions of typer and rich.
 """
 
 import argparse
@@ -21,17 +23,19 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = PROJECT["name"]
-PARTS = ("core", "pure", "extras", "all", "rebuild", "oldest")
+PARTS = ("core", "pure", "extras", "all", "rebuild", "oldest", "newest")
 BUILD_COMMAND = ("uv", "build", "--wheel", "--build-constraints", ROOT / "constraints.txt", "--out-dir")
 HOOK_VARIABLES = {"HATCH_BUILD_HOOKS_ENABLE": "true"}
-NOT_IN_OLDEST = {"dev", "flower", "triton"}
-"""The extras that the part `oldest` omits."""
+OMITTED_EXTRAS = {"dev", "flower", "triton"}
+"""The extras that the parts `oldest` and `newest` omit."""
+EXTRAS = sorted(PROJECT["optional-dependencies"].keys() - OMITTED_EXTRAS)
+REQUIREMENTS = [*PROJECT["dependencies"], *(line for name in EXTRAS for line in PROJECT["optional-dependencies"][name])]
 TEST_PACKAGES = ("pytest", "hypothesis", "beartype", "sympy", "mpmath", "pymanopt", "safetensors")
 PINNED_IN_OLDEST = ("pytest", "hypothesis", "beartype", "click")
 """Packages that have the versions of `constraints.txt` in the part `oldest`, because newer versions warn about old packages."""
@@ -56,7 +60,7 @@ TESTS = (
     "tests/simulation/test_run.py",
     "tests/integrations/test_monitoring.py",
 )
-"""The tests of the part `oldest`."""
+"""The tests of the parts `oldest` and `newest`."""
 IGNORED_WARNINGS = (
     *("-W", "ignore::DeprecationWarning"),
     *("-W", "ignore:There is a performance drop"),
@@ -114,6 +118,12 @@ def run_command(*command: str | Path, folder: Path, limit: float = 1800, **varia
     if process.returncode != 0:
         raise RuntimeError(f"{' '.join(line)[:400]}\n{(process.stdout + process.stderr)[-6000:]}")
     return process.stdout + process.stderr
+
+
+def pinned(*names: str) -> list[str]:
+    """Return the lines of `constraints.txt` for the given packages."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [line for line in lines if line.split("==")[0] in names]
 
 
 class Release:
@@ -218,24 +228,24 @@ class Release:
 
     def oldest(self) -> None:
         """Test the Linux wheel with the oldest allowed versions of its dependencies."""
-        extras = PROJECT["optional-dependencies"].keys() - NOT_IN_OLDEST
-        requirements = [
-            *PROJECT["dependencies"],
-            *(line for name in sorted(extras) for line in PROJECT["optional-dependencies"][name]),
-        ]
-        oldest = [line.replace(">=", "==") for line in requirements]
-        pinned = [
-            line
-            for line in (ROOT / "constraints.txt").read_text().splitlines()
-            if line.split("==")[0] in PINNED_IN_OLDEST
-        ]
-        wheel = f"{NAME}[{','.join(sorted(extras))}] @ {self.linux.as_uri()}"
-        python = self.environment("oldest", wheel, *TEST_PACKAGES, limits=[*oldest, *pinned, "pyparsing<3.3"])
+        oldest = [line.replace(">=", "==") for line in REQUIREMENTS]
+        deselected = [f"--deselect={name}" for name in DESELECTED]
+        self._test_versions(
+            "oldest", [*oldest, *pinned(*PINNED_IN_OLDEST), "pyparsing<3.3"], *IGNORED_WARNINGS, *deselected
+        )
+
+    def newest(self) -> None:
+        """Test the Linux wheel with the newest versions of its dependencies, except for torch."""
+        self._test_versions("newest", pinned("torch"))
+
+    def _test_versions(self, name: str, limits: Sequence[str], *options: str) -> None:
+        """Run the first snippet of the README and `TESTS` with the given version constraints."""
+        wheel = f"{NAME}[{','.join(EXTRAS)}] @ {self.linux.as_uri()}"
+        python = self.environment(name, wheel, *TEST_PACKAGES, limits=limits)
         output = self.run(python, self.snippet, "-W", "error")
         assert "[1.0, 1.0]" in output, output
-        log(f"{', '.join(oldest)}: the first snippet works")
-        deselected = [f"--deselect={name}" for name in DESELECTED]
-        log(f"tests with these versions: {self.run_tests(python, *IGNORED_WARNINGS, *deselected, *TESTS)}")
+        log(f"{name}: the first snippet works with {', '.join(limits)}")
+        log(f"{name}: {self.run_tests(python, *options, *TESTS)}")
 
 
 def main() -> None:
@@ -258,6 +268,7 @@ def main() -> None:
             "all": release.all_extras,
             "rebuild": release.rebuild,
             "oldest": release.oldest,
+            "newest": release.newest,
         }
         for part in options.parts:
             try:
