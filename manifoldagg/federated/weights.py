@@ -1,6 +1,6 @@
 """Weights of clients: the share of each client in the training data."""
 
-from collections import Counter
+from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,7 +44,7 @@ class Weights:
             is the negative number of its tickets.
         total: the sum of the given sample counts for the kind `"given"`, and the sum of the reported sample counts for
             the other kinds.
-        bit_length_histogram: the number of clients whose reported count has 0, 1, 2 and more binary digits.
+        counts: the sample counts of the clients that have returned an update, in ascending order.
 
     Example:
         >>> weights = Weights.of({"ward-7": 30, "ward-8": 10}, None)
@@ -57,7 +57,7 @@ class Weights:
     sample_counts: Map[Hashable, int] = Map()
     reported: Map[Hashable, int] = Map()
     total: int = 0
-    bit_length_histogram: tuple[int, ...] = (0,)
+    counts: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, spec: str | Mapping[Any, int], cap_factor: float | None) -> "Weights":
@@ -112,10 +112,7 @@ class Weights:
     def with_client(self, client: Hashable) -> "Weights":
         """Return the weights after a client has received a ticket, so that it participates."""
         before = self.reported.get(client, 0)
-        if before > 0:
-            return self
-        histogram = self.bit_length_histogram if before else _update_histogram(self.bit_length_histogram, 0)
-        return replace(self, reported=self.reported.set(client, before - 1), bit_length_histogram=histogram)
+        return self if before > 0 else replace(self, reported=self.reported.set(client, before - 1))
 
     def without_ticket(self, client: Hashable) -> "Weights":
         """Return the weights of the clients after a task of one client has ended without an update.
@@ -126,10 +123,8 @@ class Weights:
         before = self.reported.get(client, 0)
         if before >= 0:
             return self
-        if before < -1:
-            return replace(self, reported=self.reported.set(client, before + 1))
-        silent, *others = self.bit_length_histogram
-        return replace(self, reported=self.reported.delete(client), bit_length_histogram=(silent - 1, *others))
+        reported = self.reported.delete(client) if before == -1 else self.reported.set(client, before + 1)
+        return replace(self, reported=reported)
 
     def capped(self, client: Hashable, samples: int) -> int:
         """Return the sample count of a client, limited to `cap_factor` times the median of the other clients' reports.
@@ -140,26 +135,20 @@ class Weights:
           cap.
         - `with_report` caps early reports again when more clients have reported. It does so at the first report of each
           of the first 64 clients, and later when the number of reporting clients reaches a power of two.
-
-        Cost: one read of `bit_length_histogram`. If the count may exceed the cap, the method also needs one pass over
-        all clients. Only counts above `cap_factor` / 2 times the median may exceed the cap.
         """
         factor = self.cap_factor
         if self.kind != "observed" or factor is None:
             return samples
+        counts = self.counts
         before = max(self.reported.get(client, 0), 0)
-        known = len(self.reported) - self.bit_length_histogram[0] - (before > 0)
+        known = len(counts) - (before > 0)
         if known == 0:
             return samples
-        # The median is at least the lower of the two middle values. The histogram contains the number of binary digits
-        # of this value. A value with d digits is at least 2 ** (d - 1).
-        digits = _bit_length_at(self.bit_length_histogram, (known - 1) // 2, before.bit_length())
-        if samples <= factor * 2 ** (digits - 1):
-            return samples
-        told = self.reported.delete(client) if client in self.reported else self.reported
-        amounts = sorted(amount for amount in told.values() if amount > 0)
-        upper = known // 2 if known >= MIN_REPORTS else (known - 1) // 2
-        twice = amounts[(known - 1) // 2] + amounts[upper]
+        own = bisect_left(counts, before) if before else len(counts)
+        lower = (known - 1) // 2
+        upper = known // 2 if known >= MIN_REPORTS else lower
+        # The ranks of the other clients' counts skip the position of the client's own count.
+        twice = counts[lower + (lower >= own)] + counts[upper + (upper >= own)]
         above, below = factor.as_integer_ratio()
         return min(samples, above * twice // (2 * below))
 
@@ -172,9 +161,8 @@ class Weights:
         everybody = len(after.reported)
         if self.kind == "uniform":
             return 1 / everybody
-        seen = everybody - after.bit_length_histogram[0]
         total = after.total if before == 0 else self.total - before + samples
-        return samples * seen / (everybody * total)
+        return samples * len(after.counts) / (everybody * total)
 
     def share(self, client: Hashable, samples: int) -> float:
         """Return the weight of a client before normalisation.
@@ -194,31 +182,21 @@ class Weights:
         if found == samples:
             return self
         before = max(found or 0, 0)
-        histogram = self.bit_length_histogram
-        digits = samples.bit_length()
-        away = None if found is None else before.bit_length()
-        if digits != away:
-            histogram = _update_histogram(histogram, digits, away)
+        counts = [*self.counts]
+        if before:
+            del counts[bisect_left(counts, before)]
+        insort(counts, samples)
         total = self.total if self.kind == "given" else self.total - before + samples
-        reported = self.reported.set(client, samples)
-        after = Weights(self.cap_factor, self.kind, self.sample_counts, reported, total, histogram)
-        is_first = not before and self.kind == "observed"
-        if is_first and _is_recap_due(len(reported) - histogram[0]) and after._may_exceed_a_cap:
+        after = replace(self, reported=self.reported.set(client, samples), total=total, counts=tuple(counts))
+        if before or self.kind != "observed" or self.cap_factor is None or not _is_recap_due(len(counts)):
+            return after
+        above, below = self.cap_factor.as_integer_ratio()
+        if counts[-1] * below > above * counts[0]:  # Otherwise, no count can exceed its cap.
             # An early, uncapped count would otherwise distort all weights until its client reports again.
             known = after
             for name, amount in known.reported.items():
                 after = after.with_report(name, known.capped(name, amount)) if amount > 0 else after
         return after
-
-    @property
-    def _may_exceed_a_cap(self) -> bool:
-        """Whether a report may exceed its cap, as far as the bit lengths of the reports can tell."""
-        if self.cap_factor is None:
-            return False
-        histogram = self.bit_length_histogram
-        shortest = next((digits for digits in range(1, len(histogram)) if histogram[digits]), 1)
-        # Every median is at least 2 ** (shortest - 1), and every report is less than 2 ** (len(histogram) - 1).
-        return 1 << (len(histogram) - 1) > self.cap_factor * (1 << (shortest - 1))
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values for `of_state`."""
@@ -249,14 +227,9 @@ class Weights:
             told[weights.check(client)] = check_count(
                 f"weights: reported[{short_repr(client)}]", samples, at_least=-MAX_SAMPLES
             )
-        counts = [max(samples, 0) for samples in told.values()]
-        lengths = Counter(map(int.bit_length, counts))
-        return replace(
-            weights,
-            reported=Map(told),
-            total=weights.total if weights.kind == "given" else sum(counts),
-            bit_length_histogram=tuple(lengths[digits] for digits in range(max(lengths, default=0) + 1)),
-        )
+        counts = tuple(sorted(samples for samples in told.values() if samples > 0))
+        total = weights.total if weights.kind == "given" else sum(counts)
+        return replace(weights, reported=Map(told), total=total, counts=counts)
 
 
 def check_client(client: Hashable, name: str = "client") -> Hashable:
@@ -301,27 +274,3 @@ def _components(name: Any) -> Iterator[Any]:
 def _is_recap_due(num_reports: int) -> bool:
     """Return whether earlier reports are capped again after this number of clients has reported."""
     return num_reports <= EARLY_REPORTS or num_reports & (num_reports - 1) == 0
-
-
-def _update_histogram(histogram: tuple[int, ...], bit_length: int, removed: int | None = None) -> tuple[int, ...]:
-    """Add a sample count of `bit_length` bits to a histogram, in place of one of `removed` bits."""
-    longer = [*histogram, *[0] * (bit_length + 1 - len(histogram))]
-    longer[bit_length] += 1
-    if removed is not None:
-        longer[removed] -= 1
-    while not longer[-1] and len(longer) > 1:
-        longer.pop()
-    return tuple(longer)
-
-
-def _bit_length_at(histogram: tuple[int, ...], rank: int, excluded: int) -> int:
-    """Return the number of bits of the sample count whose rank is `rank`, counted from 0 in ascending order.
-
-    The entry `histogram[b]` is the number of clients whose sample counts have b bits. The ranking excludes clients
-    without samples, and one client whose sample count has `excluded` bits.
-    """
-    for digits in range(1, len(histogram)):
-        rank -= histogram[digits] - (digits == excluded)
-        if rank < 0:
-            return digits
-    raise AssertionError("rank: expected a rank below the number of non-zero counts")
