@@ -8,9 +8,8 @@ from manifoldagg.federated.server.async_aggregator import AsyncAggregator
 from manifoldagg.federated.server.durability.checkpoint_writer import CheckpointPolicy
 from manifoldagg.federated.server.durability.journal import Journal
 from manifoldagg.federated.server.durability.manager import Durability
-from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits
+from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits, UpdateInfo
 from manifoldagg.federated.server.server import Server
-from manifoldagg.federated.server.update_info import UpdateInfo
 from manifoldagg.federated.stability import stability_limit, suggest_rate
 from manifoldagg.federated.types import Averaging, Message, Outcome, Payload, Receipt, Rule, Ticket, Trainer, Update
 

@@ -10,7 +10,7 @@ The commit phase comes last, so an update that fails a check leaves the model st
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,19 +19,42 @@ from torch import Tensor
 from manifoldagg._validation import check_choice, check_shape, is_finite
 from manifoldagg.corrections.combination import STATE_NOT_FINITE, Combination
 from manifoldagg.errors import ArgumentError, RuleError
-from manifoldagg.federated.buffers import accumulate, apply_pending
-from manifoldagg.federated.limits import DEFAULT_LIMITS, UpdateLimits
-from manifoldagg.federated.linear_step import measure
-from manifoldagg.federated.model_state import ModelState
-from manifoldagg.federated.pytrees import introduces_nonfinite, materialize, unalias
-from manifoldagg.federated.types import Outcome, Rule, State, Update, accepts_tensor_lists
+from manifoldagg.federated.buffers import PackedBuffers, PendingBuffers, accumulate, apply_pending
+from manifoldagg.federated.limits import DEFAULT_LIMITS, Norms, UpdateLimits
+from manifoldagg.federated.pytrees import combinations, introduces_nonfinite, materialize, unalias
+from manifoldagg.federated.types import LinearStep, Outcome, Point, Rule, State, Update, accepts_tensor_lists
 from manifoldagg.kernels import Row, combine
+from manifoldagg.kernels.operands import Operand, check_target
 from manifoldagg.manifolds import Manifold, ParameterSpace
 
-__all__ = ["StepPlan", "run_rule", "step"]
+__all__ = ["ModelState", "StepPlan", "measure", "run_rule", "step"]
 
 PLAIN_TYPES = frozenset({int, float, bool, str, type(None)})
 """The types of state entries that are not tensors and therefore need neither a finiteness check nor a copy."""
+
+
+@dataclass(frozen=True)
+class ModelState:
+    r"""Immutable snapshot of the server model and of the data that a server step updates.
+
+    Each accepted update creates a new snapshot.
+
+    Attributes:
+        current: the current model $\Theta^\tau$.
+        state: the state of the rule.
+        buffers: the buffers of the model, such as running means.
+        pending_buffers: the buffers that clients have returned since the model last changed. `None` if there are none.
+        version: the version $\tau$, which is the number of steps that have changed the model so far.
+        norms: the norm of each client's latest update, as pairs (client, norm). The tuple is empty if no limit of the
+            server depends on the norm of an update.
+    """
+
+    current: Point
+    state: State
+    buffers: PackedBuffers = field(default_factory=PackedBuffers)
+    pending_buffers: PendingBuffers | None = None
+    version: int = 0
+    norms: Norms = ()
 
 
 @dataclass(frozen=True)
@@ -190,6 +213,55 @@ def run_rule(
         raise RuleError(f"rule: new model: expected {expected}, got {type(outcome.model).__name__}")
     target: Any = out if compute else None
     return measure(after, outcome, numbers, compute=compute, out=target)
+
+
+def measure(
+    state: State, outcome: Outcome, numbers: dict[str, float], *, compute: bool, out: Operand | None = None
+) -> tuple[State, Outcome, dict[str, float]]:
+    """Check that the vectors of a linear step are finite, and compute the metrics of the step.
+
+    A linear step adds a linear combination of vectors, such as a client's displacement, to the model. The function uses
+    the inner products of these vectors for the check and for the metrics.
+
+    Args:
+        state: the next state of the rule.
+        outcome: the outcome that the method `plan` of the rule has returned.
+        numbers: the metrics of the outcome.
+        compute: whether to compute the new model and the sums in the state in the same pass as the inner products.
+            Otherwise, the caller computes them later. It may then write them to memory that the step reads.
+        out: an output buffer for the new model. The function may write to it even if it then rejects the update.
+
+    Returns:
+        The next state, the outcome, and the metrics including those of the linear step. If the outcome contains no
+        `LinearStep` and the rule has already checked its vectors, these are the unchanged arguments.
+
+    Raises:
+        ArgumentError: if an input vector or the new model is not finite, or if the rule rejects the update.
+
+    Cost: one pass over the input vectors. If `compute` is false, the caller needs a second pass to compute the new
+    model.
+    """
+    model = outcome.model
+    linear = outcome.linear
+    if linear is None:
+        # A wrapper of the rule may have returned a new outcome without the linear step. Nothing has then checked the
+        # rows of the model.
+        if not isinstance(model, Combination) or model.frame.has_norm_bounds:
+            return state, outcome, numbers
+        linear = LinearStep(model.frame, lambda _: {})
+    frame = linear.frame
+    pending = combinations([state, model]) if compute else []
+    rows = {one: out if one is model and out is not None else one.new_row() for one in pending}
+    if out is not None and rows:
+        check_target(out, frame.operands, None)
+    gram = frame.gram(combinations=[one.fused(row) for one, row in rows.items()])
+    numbers = {**numbers, **linear.metrics(gram)}
+    if isinstance(model, Combination):
+        known = gram if model.frame is frame else None
+        if not model.frame.stays_finite(known, model.coefficients):
+            model.check_finite(computed=rows.get(model))
+        outcome = replace(outcome, model=rows.get(model, model))
+    return materialize(state, rows) if compute else state, outcome, numbers
 
 
 def _without_aliases(before: ModelState, update: Update, out: Row | None) -> Update:

@@ -9,10 +9,9 @@ from manifoldagg import aggregate, kernels
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Message, Outcome, Payload, Server, Update
 from manifoldagg.federated.buffers import PackedBuffers
-from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import tensors, unalias
 from manifoldagg.federated.rules import AsyncBezier, FedAsync, FedOrtho
-from manifoldagg.federated.step import StepPlan, step
+from manifoldagg.federated.step import ModelState, StepPlan, step
 from manifoldagg.manifolds import Flat, ParameterSpace
 from tests.federated.fingerprint import Gathers, bits
 from tests.support import draw, seeds

@@ -19,11 +19,11 @@ from manifoldagg.corrections import Frame, Gram
 from manifoldagg.corrections.combination import Combination
 from manifoldagg.corrections.transport import DEFAULT_RUNGS, TRANSPORTS, Transporter
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.linear_step import measure
 from manifoldagg.federated.pytrees import materialize
 from manifoldagg.federated.rules._geometry import in_float64
 from manifoldagg.federated.rules._riemannian_step import exp_projected, tangents_at
 from manifoldagg.federated.schedules import check_options
+from manifoldagg.federated.step import measure
 from manifoldagg.federated.types import ClientState, Message, Outcome, Point, State, Update
 from manifoldagg.kernels.alloc import empty_like
 from manifoldagg.manifolds import Manifold, check_point

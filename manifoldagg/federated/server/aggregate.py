@@ -11,17 +11,15 @@ from torch import Tensor
 from manifoldagg._validation import rename_argument, short_repr, suggests_keywords
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.buffers import PackedBuffers, PendingBuffers
-from manifoldagg.federated.model_state import ModelState
-from manifoldagg.federated.pytrees import has_structure
-from manifoldagg.federated.server.differences import apply_difference, check_flat
+from manifoldagg.federated.pytrees import has_structure, upcast_8bit
 from manifoldagg.federated.server.input_warnings import warn_about_update, warn_if_adapter_factors
-from manifoldagg.federated.server.update_info import UpdateInfo
+from manifoldagg.federated.server.options import UpdateInfo
 from manifoldagg.federated.server.validation import check_rule
-from manifoldagg.federated.step import StepPlan, step
+from manifoldagg.federated.step import ModelState, StepPlan, step
 from manifoldagg.federated.types import ClientState, Rule, State, Update, check_parameter_space, extra_fields
 from manifoldagg.kernels.alloc import empty_like, stack
 from manifoldagg.kernels.operands import check_no_alias
-from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds import Layout, ParameterSpace
 from manifoldagg.manifolds.layout import ModelSignature, layout_of, signature_of
 from manifoldagg.manifolds.lora.peft import find_first_factor
 from manifoldagg.manifolds.model_io import (
@@ -55,6 +53,9 @@ ADAPTERS_HINT = (
 )
 DEFAULT_INFO = UpdateInfo()
 NO_BUFFERS = PackedBuffers()
+SIGNED_DTYPES = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""A mapping from unsigned dtypes to signed dtypes of the same width. Torch adds only the signed integers. The sums of
+signed and unsigned integers have the same bits."""
 SPACE_KEYWORDS = {
     name: f"pass space=ParameterSpace.of_state_dict(model, {name}=...)"
     for name in ("buffer_policy", "manifolds", "adapters", "scaling")
@@ -389,10 +390,54 @@ def _models_in_layout(space: ParameterSpace, named: ModelsByPrefix, info: Update
     }
     space.state_layout(named[CURRENT], CURRENT)
     if info.difference:
-        check_flat(space)
+        _check_flat(space)
         space.layout.check_entries(models[BASE], BASE)
-        models |= {label: apply_difference(space.layout, models[BASE], models[label], label) for label in theirs}
+        models |= {label: _apply_difference(space.layout, models[BASE], models[label], label) for label in theirs}
     return models
+
+
+def _check_flat(space: ParameterSpace) -> None:
+    """Check that a space supports updates that are differences of models.
+
+    On a curved manifold, the sum of a model and a difference would leave the manifold.
+
+    Raises:
+        ArgumentError: if a parameter has a curved manifold.
+    """
+    for name, curved in space.manifolds:
+        if not curved.flat:
+            given = f"as {name} is a point of {curved}, which does not support sums of points"
+            raise ArgumentError(f"difference: expected False, {given}; pass the model without difference=True")
+
+
+def _apply_difference(
+    layout: Layout, base: Mapping[str, Tensor], difference: Mapping[str, Tensor], label: str
+) -> dict[str, Tensor]:
+    """Add a difference of models to the base, entry by entry.
+
+    Args:
+        layout: the layout of the models.
+        base: the base, whose entries must match the layout.
+        difference: the difference of the client's model and the base.
+        label: the start of error messages.
+
+    Raises:
+        StateDictError: if the entries of the difference do not match the layout.
+    """
+    layout.check_entries(difference, label)
+    return {name: _add(base[name], difference[name]) for name in difference}
+
+
+def _add(start: Tensor, difference: Tensor) -> Tensor:
+    """Add a client's difference to a tensor of the start model, in the dtype of this tensor."""
+    step = difference.to(start.device)
+    if start.dtype is torch.bool:  # Booleans have no difference, so `difference` contains the client's values.
+        return step
+    signed = SIGNED_DTYPES.get(start.dtype)
+    if signed is not None:
+        return (start.view(signed) + step.view(signed)).view(start.dtype)
+    # The sum has the wider of the two dtypes, so it is rounded only once to the dtype of `start`.
+    return (upcast_8bit(start) + upcast_8bit(step)).to(start.dtype)
 
 
 def _open_target(inputs: _Inputs, out: Model, memory: Any) -> tuple[dict[str, Tensor], Any]:

@@ -8,7 +8,7 @@ from immutables import Map
 from manifoldagg._validation import other_type_hint, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoredTree
-from manifoldagg.federated.server.update_info import UpdateInfo
+from manifoldagg.federated.server.options import UpdateInfo
 from manifoldagg.federated.types import State
 from manifoldagg.federated.weights import Weights
 from manifoldagg.manifolds.model_io import Model

@@ -11,7 +11,6 @@ from manifoldagg._validation import check_choice, check_count, short_repr, sugge
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.buffers import PendingBuffers
 from manifoldagg.federated.limits import DEFAULT_LIMITS
-from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import copy_tensor, has_structure, tree_map
 from manifoldagg.federated.server.aggregate import (
     ADAPTERS_HINT,
@@ -28,10 +27,11 @@ from manifoldagg.federated.server.durability.persistent_map import AtomicReferen
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store
 from manifoldagg.federated.server.input_warnings import warn_if_adapter_factors
 from manifoldagg.federated.server.lock import OwnedLock
+from manifoldagg.federated.server.options import UpdateInfo
 from manifoldagg.federated.server.state_dicts import map_paths
-from manifoldagg.federated.server.update_info import UpdateInfo
 from manifoldagg.federated.server.validation import check_samples, initial_state
 from manifoldagg.federated.stability import warn_if_unstable
+from manifoldagg.federated.step import ModelState
 from manifoldagg.federated.types import ClientState, Message, Rule, check_parameter_space
 from manifoldagg.federated.weights import Weights, check_client
 from manifoldagg.kernels.alloc import clone

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from manifoldagg._validation import check_choice, check_finite, check_shape, is_finite
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import copy_tensor
 from manifoldagg.federated.server.durability.manager import DurabilityManager
 from manifoldagg.federated.server.durability.store import InMemoryTree, StoredTree
 from manifoldagg.federated.server.records import PendingTicket
 from manifoldagg.federated.server.state import ServerCore, ServerState
+from manifoldagg.federated.step import ModelState
 from manifoldagg.federated.types import ClientState, Message, Rule, Ticket
 from manifoldagg.manifolds import Manifold
 

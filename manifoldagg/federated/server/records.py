@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from immutables import Map
 
-from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.server.durability.persistent_map import PersistentOrderedMap
 from manifoldagg.federated.server.durability.store import InMemoryTree, StoreKey
 from manifoldagg.federated.server.events import Callback
+from manifoldagg.federated.step import ModelState
 from manifoldagg.federated.types import Outcome, Receipt, Update
 
 __all__ = [

@@ -19,7 +19,6 @@ from manifoldagg.federated._autograd import no_grad
 from manifoldagg.federated.buffers import initial_buffers
 from manifoldagg.federated.clients.compression import Codec
 from manifoldagg.federated.limits import UpdateLimits
-from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import copy_tensor
 from manifoldagg.federated.server.dispatch import TicketIssuer, check_base_dtype
 from manifoldagg.federated.server.durability.checkpoint import LoadedCheckpoint, ServerSnapshot
@@ -31,7 +30,6 @@ from manifoldagg.federated.server.durability.recovery import JournalReplay, reco
 from manifoldagg.federated.server.durability.spill import Spill
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoredTree
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
-from manifoldagg.federated.server.encoded_payloads import decoding_loader
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits, check_option
 from manifoldagg.federated.server.records import HistoryRow
@@ -39,6 +37,7 @@ from manifoldagg.federated.server.state import ANY_CLIENT, ServerCore, ServerSta
 from manifoldagg.federated.server.state_dicts import (
     MODEL_NAMES,
     check_no_model_options,
+    decoding_loader,
     field_names,
     initial_model,
     model_space,
@@ -47,7 +46,7 @@ from manifoldagg.federated.server.state_dicts import (
 )
 from manifoldagg.federated.server.update_processor import UpdateProcessor
 from manifoldagg.federated.server.validation import PayloadSchema, check_rule, check_start, initial_state
-from manifoldagg.federated.step import StepPlan
+from manifoldagg.federated.step import ModelState, StepPlan
 from manifoldagg.federated.types import (
     Averaging,
     Payload,

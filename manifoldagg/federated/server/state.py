@@ -13,7 +13,6 @@ from immutables import Map
 from manifoldagg._validation import other_type_hint, short_repr
 from manifoldagg.errors import ArgumentError, BusyError
 from manifoldagg.federated.limits import Norms
-from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import size_of
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference, PersistentOrderedMap
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoredTree, StoreKey
@@ -31,6 +30,7 @@ from manifoldagg.federated.server.records import (
     history_row,
     make_receipt,
 )
+from manifoldagg.federated.step import ModelState
 from manifoldagg.federated.types import Averaging, Payload, Receipt, Rule, Update
 from manifoldagg.federated.weights import Weights, check_client
 from manifoldagg.manifolds import Manifold

@@ -1,4 +1,4 @@
-"""Conversion of modules and state dicts to spaces, initial models and payloads."""
+"""Conversion of modules, state dicts and encoded payloads to spaces, initial models and payloads."""
 
 import glob
 import math
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, is_finite, renamed_arguments, short_repr
+from manifoldagg._validation import check_choice, check_instance, is_finite, renamed_arguments, short_repr
 from manifoldagg.averaging.checkpoints import CheckpointFiles, FilePool, open_checkpoint
 from manifoldagg.errors import ArgumentError, CheckpointError, StateDictError
+from manifoldagg.federated.clients.compression import Codec, check_codec, decode_payload
 from manifoldagg.federated.server.input_warnings import warn_if_adapter_factors, warn_if_difference
 from manifoldagg.federated.server.options import InitialModel
 from manifoldagg.federated.server.records import PendingTicket
@@ -32,6 +33,7 @@ from manifoldagg.manifolds.parameters import check_unscaled
 __all__ = [
     "MODEL_NAMES",
     "check_no_model_options",
+    "decoding_loader",
     "field_names",
     "initial_model",
     "map_paths",
@@ -183,6 +185,37 @@ def payload_loader(
         load_base = partial(state.store.load, key)
         models = model() if callable(model) else model
         return _payload(schema, models, samples, state.model_state.current, load_base, scaling)
+
+    return load
+
+
+def decoding_loader(
+    codec: Codec, payload: Payload | Callable[[], Payload], space: Manifold, state: ServerState
+) -> Callable[[PendingTicket], Payload]:
+    """Return a function from a ticket to the decoded payload of the client.
+
+    Args:
+        codec: the codec with which `ErrorFeedback.encode_payload` has encoded the payload.
+        payload: the encoded payload, or a function that returns it, as in `Server.receive`.
+        space: the space of the server.
+        state: the state of the server, which contains the bases of the tickets.
+
+    Raises:
+        ArgumentError: if `codec` is not a codec, or if the space has curved leaves, on which points and displacements
+            cannot be added.
+    """
+    check_codec(codec)
+    if not (space.flat or space.ambient):
+        raise ArgumentError(
+            f"codec: expected None, as displacements on {space} cannot be added; send uncompressed models"
+        )
+
+    def load(ticket: PendingTicket) -> Payload:
+        if ticket.base_key is None or ticket.custom_start:
+            raise ArgumentError("codec: expected None, as the client did not start from a model that the server stores")
+        given: Any = payload
+        given = check_instance("payload", given if isinstance(given, Payload) else given(), Payload)
+        return decode_payload(codec, given, state.store.load(ticket.base_key))
 
     return load
 

@@ -19,7 +19,6 @@ from manifoldagg import tensor_file
 from manifoldagg._validation import short_repr, warn_caller
 from manifoldagg.errors import ArgumentError, CheckpointError, SpillError
 from manifoldagg.federated.buffers import PackedBuffers, PendingBuffers, buffers_from_tree, buffers_to_tree
-from manifoldagg.federated.model_state import ModelState
 from manifoldagg.federated.pytrees import Tree, has_structure
 from manifoldagg.federated.server.durability.fingerprint import (
     fingerprint,
@@ -34,6 +33,7 @@ from manifoldagg.federated.server.events import CheckpointFailed, CheckpointWrit
 from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits
 from manifoldagg.federated.server.records import ClosedTicket, HistoryRow, PendingTicket
 from manifoldagg.federated.server.state import ServerCore, ServerState
+from manifoldagg.federated.step import ModelState
 from manifoldagg.federated.types import Averaging, Receipt, Rule
 from manifoldagg.federated.weights import Weights
 from manifoldagg.kernels.backends import selection
