@@ -49,7 +49,7 @@ def send(space, server, mean, count=5, rule=None):
         "1.num_batches_tracked": torch.tensor(count),
         "mask": torch.tensor([False, True]),
     }
-    left = {name for name, policy in server._updates._plan.policies.items() if policy == "leave"}
+    left = {name for name, policy in server._updates.plan.policies.items() if policy == "leave"}
     sent = {name: tensor for name, tensor in brought.items() if name not in left}
     ticket = server.dispatch("a")
     receipt = server.receive(ticket.id, Payload(ticket.message.start[None], 1, buffers=sent))

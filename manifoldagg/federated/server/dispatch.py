@@ -6,7 +6,7 @@ server can issue tickets while it applies an update.
 
 import os
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ def check_base_dtype(space: Manifold, base_dtype: torch.dtype | None, dtype: tor
     return base_dtype
 
 
+@dataclass(frozen=True)
 class TicketIssuer:
     """Issuer of tickets for the current model.
 
@@ -51,10 +52,9 @@ class TicketIssuer:
         durability: the checkpoints and the journal of the server.
     """
 
-    def __init__(self, core: ServerCore, base_dtype: torch.dtype | None, durability: DurabilityManager) -> None:
-        self._core = core
-        self._base_dtype = base_dtype
-        self._durability = durability
+    core: ServerCore
+    base_dtype: torch.dtype | None
+    durability: DurabilityManager
 
     def issue(self, client: Hashable, *, retain_base: bool, copies: bool) -> tuple[Ticket, StoredTree | None]:
         """Issue a ticket for the current model.
@@ -81,20 +81,20 @@ class TicketIssuer:
 
         Return `None` if `base_dtype` is not set, or if a value overflows in this dtype.
         """
-        if self._base_dtype is None:
+        if self.base_dtype is None:
             return None
-        base = current.to(self._base_dtype)
+        base = current.to(self.base_dtype)
         return base if is_finite(base) else None
 
     def _try_issue(self, client: Hashable, retain_base: bool, copies: bool) -> tuple[Ticket, StoredTree | None] | None:
         """Issue a ticket for the current model. If the caller must try again, return `None`."""
-        core = self._core
+        core = self.core
         state = core.state.value
         state.check_capacity()
         key = state.current_key
         stored = state.store.find(key)
         base = None
-        if retain_base and self._base_dtype is not None:
+        if retain_base and self.base_dtype is not None:
             narrow_key = ("base", state.model_state.version)
             narrow = state.store.find(narrow_key)
             # Rounding the model again is faster than reading a spilled base from its file.
@@ -114,7 +114,7 @@ class TicketIssuer:
             is_released = now.model_state.version != version and now.store.find(key) is None
             # Another thread has replaced this model, and the store has released it. A checkpoint that was written since
             # then lacks the model, so a replay of the journal after this checkpoint could not restore the ticket.
-            if retain_base and is_released and self._durability.journal is not None:
+            if retain_base and is_released and self.durability.journal is not None:
                 return now, False
             return now.with_ticket(ticket_id, ticket, stored), True
 

@@ -5,6 +5,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -51,6 +52,7 @@ class Request(NamedTuple):
     received_at: float
 
 
+@dataclass(eq=False)
 class UpdateProcessor:
     """Processor of clients' updates. It validates them, and applies them to the server's model one at a time.
 
@@ -65,35 +67,24 @@ class UpdateProcessor:
 
     Attributes:
         lock: the lock that serialises updates.
-        free_list: the argument `free_list`.
         recycle: the function that adds the memory of a model to `free_list`. If the server averages the model versions,
             the average may refer to older models. Their memory is then not reused, and `recycle` is `None`.
     """
 
-    def __init__(
-        self,
-        core: ServerCore,
-        schema: PayloadSchema,
-        plan: StepPlan,
-        evictor: Evictor,
-        durability: DurabilityManager,
-        dispatcher: EventDispatcher,
-        free_list: deque[Tensor],
-    ) -> None:
-        self._state = core.state
-        self._clock = core.clock
-        self._averaging = core.averaging
-        self._schema = schema
-        self._plan = plan
-        self._evictor = evictor
-        self._durability = durability
-        self._dispatcher = dispatcher
-        self._warned_unstable = False
-        limits = core.state.value.limits
+    core: ServerCore
+    schema: PayloadSchema
+    plan: StepPlan
+    evictor: Evictor
+    durability: DurabilityManager
+    dispatcher: EventDispatcher
+    free_list: deque[Tensor]
+
+    def __post_init__(self) -> None:
+        limits = self.core.state.value.limits
         self._timeout = limits.timeout
+        self._warned_unstable = False
         self.lock = UpdateLock(limits.max_queued_updates)
-        self.free_list = free_list
-        self.recycle = free_list.append if core.averaging is None else None
+        self.recycle = self.free_list.append if self.core.averaging is None else None
 
     def receive(
         self, ticket_id: Any, client: Hashable, names: Names, payload: Any = None, load: Load | None = None
@@ -114,7 +105,7 @@ class UpdateProcessor:
             RuleError: if the rule returns an invalid result.
             CheckpointError: if the journal cannot be written.
         """
-        journal = self._durability.journal
+        journal = self.durability.journal
         try:
             receipt = self._process(ticket_id, client, names, payload, load)
             if journal is not None:
@@ -122,13 +113,13 @@ class UpdateProcessor:
         except Exception:  # After an interrupt such as KeyboardInterrupt, the next call delivers the events.
             self.deliver_events()
             raise
-        if self._state.value.subscriptions:
+        if self.core.state.value.subscriptions:
             self.deliver_events()
         return receipt
 
     def replay(self, payload: Payload, recorded: Mapping[str, Any]) -> Receipt:
         """Apply the update of a journal record, with the sample count and the weights of the record."""
-        self._state.value.pending(recorded["ticket"])
+        self.core.state.value.pending(recorded["ticket"])
         request = Request(recorded["ticket"], ANY_CLIENT, {}, math.nan)
         receipt = self._apply(request, payload, b"", recorded=recorded)
         try:
@@ -144,8 +135,8 @@ class UpdateProcessor:
         """
         if self._timeout is None:
             return []
-        now = self._clock()
-        expired = self._state.update(lambda state: state.without_expired(now, exclude=self.lock.tickets))
+        now = self.core.clock()
+        expired = self.core.state.update(lambda state: state.without_expired(now, exclude=self.lock.tickets))
         if expired:
             LOG.warning("tickets expired after %g s: %d", self._timeout, len(expired))
             self.deliver_events()
@@ -160,7 +151,7 @@ class UpdateProcessor:
         """
         self.lock.check_process()
         self.lock.check()
-        self._durability.check_idle()
+        self.durability.check_idle()
 
     def snapshot(self, enqueue: Callable[[ServerSnapshot], None] | None = None) -> ServerSnapshot:
         """Return the content of a checkpoint. The method waits for a running update.
@@ -174,7 +165,7 @@ class UpdateProcessor:
         """
         with self.lock.lock:
             self.notify_average()
-            snapshot = self._durability.make_snapshot()
+            snapshot = self.durability.make_snapshot()
             if snapshot.server_state.is_closed:
                 raise ArgumentError("server: was closed")
             if enqueue is not None:
@@ -187,20 +178,22 @@ class UpdateProcessor:
         If adding a version fails, the method re-raises the exception, and the next call skips this version. If an
         interrupt such as `KeyboardInterrupt` ends the method, the next call starts again with the same version.
         """
-        while self._averaging is not None and (pending := self._state.value.pending_notifications):
+        while self.core.averaging is not None and (pending := self.core.state.value.pending_notifications):
             failure = None
             try:
-                self._averaging.update(pending[0].version, pending[0].model.tree)
+                self.core.averaging.update(pending[0].version, pending[0].model.tree)
             except Exception as error:
                 failure = error
-            self._state.update(lambda now: (now._replace(pending_notifications=now.pending_notifications[1:]), None))
+            self.core.state.update(
+                lambda now: (now._replace(pending_notifications=now.pending_notifications[1:]), None)
+            )
             if failure is not None:
                 raise failure
 
     def flush(self) -> None:
         """Write the pending journal records, and deliver the pending events."""
-        if self._durability.journal is not None:
-            self._durability.journal.write()
+        if self.durability.journal is not None:
+            self.durability.journal.write()
         self.deliver_events()
 
     def deliver_events(self) -> None:
@@ -208,28 +201,28 @@ class UpdateProcessor:
 
         A call within an update does nothing, because the server delivers the events at the end of the update.
         """
-        if self._state.value.subscriptions and not self.lock.held_by_me():
-            self._dispatcher.drain()
+        if self.core.state.value.subscriptions and not self.lock.held_by_me():
+            self.dispatcher.drain()
 
     def _process(self, ticket_id: Any, client: Hashable, names: Names, payload: Any, load: Load | None) -> Receipt:
         """Check the ticket, validate the payload, wait for the update lock, and apply the update."""
         self.lock.check_process()
         if self._timeout is not None:
             self.expire()
-        journal = self._durability.journal
+        journal = self.durability.journal
         if journal is not None:
-            self._durability.check_idle()
+            self.durability.check_idle()
         pending = PendingUpdate(ticket_id if type(ticket_id) is str else "")
         with pending.alive_lock:
             self.lock.register(pending)
-            state = self._state.value
-            received_at = self._clock() if state.subscriptions or journal is not None else math.nan
+            state = self.core.state.value
+            received_at = self.core.clock() if state.subscriptions or journal is not None else math.nan
             request = Request(ticket_id, client, names, received_at)
             try:
                 ticket = state.admit(ticket_id, client)
                 if isinstance(ticket, PendingTicket):
                     payload = payload if load is None else load(ticket)
-                    payload = validate_payload(self._schema, payload, requires_base=ticket.base_key is None)
+                    payload = validate_payload(self.schema, payload, requires_base=ticket.base_key is None)
                     packed = b"" if journal is None else pack_payload(payload, journal.free_list)
                     self.lock.enqueue(pending)
             except ManifoldAggError as error:
@@ -244,10 +237,10 @@ class UpdateProcessor:
 
     def _apply_or_reject(self, request: Request, payload: Payload, packed: bytes | memoryview) -> Receipt:
         """Apply or reject an update. The calling thread must own the update lock."""
-        if self._averaging is not None:  # After an interrupt, the average may lack earlier versions.
+        if self.core.averaging is not None:  # After an interrupt, the average may lack earlier versions.
             self.notify_average()
-        if self._durability.journal is not None:
-            self._durability.journal.retry_if_failed()
+        if self.durability.journal is not None:
+            self.durability.journal.retry_if_failed()
         try:
             receipt = self._apply(request, payload, packed)
         except RuleError:
@@ -262,7 +255,7 @@ class UpdateProcessor:
     ) -> Receipt:
         """Compute the aggregation step of an update, and publish the new state of the server."""
         # During a journal replay, `recorded` contains the sample count and the weights of the original run.
-        state = self._state.value
+        state = self.core.state.value
         begun = time.perf_counter() if state.subscriptions else math.nan
         # While this update waited, its ticket may have been closed or dropped, or its version may have become too old.
         ticket = state.admit(request.ticket_id, request.client)
@@ -273,13 +266,13 @@ class UpdateProcessor:
         out = self.free_list.pop() if self.free_list else empty_like(state.model_state.current)
         model = InMemoryTree(out, self.recycle, size=out.untyped_storage().nbytes())
         try:
-            after, outcome = step(self._plan, state.model_state, update, payload.buffers, out)
+            after, outcome = step(self.plan, state.model_state, update, payload.buffers, out)
         except Exception:
-            raise_nonfinite(self._schema, payload)
+            raise_nonfinite(self.schema, payload)
             raise
         if recorded is None and not self._warned_unstable:
             self._warned_unstable = warn_if_unstable(
-                self._plan.rule,
+                self.plan.rule,
                 outcome.numbers,
                 update.staleness,
                 num_in_flight=len(state.tickets.entries),
@@ -298,7 +291,7 @@ class UpdateProcessor:
             seconds=time.perf_counter() - begun,
             payload=packed,
         )
-        return self._state.update(lambda now: now.with_update(applied))
+        return self.core.state.update(lambda now: now.with_update(applied))
 
     def _reject(self, request: Request, error: ManifoldAggError) -> Receipt:
         """Record the rejection of an update, and return the receipt for the client."""
@@ -306,7 +299,7 @@ class UpdateProcessor:
         reason = rename_argument(str(error), request.names)
         # A start model that is too old or lost also prevents any later update, so the server closes the ticket.
         is_final = isinstance(error, StaleTicketError) or (isinstance(error, SpillError) and not error.temporary)
-        receipt = self._state.update(
+        receipt = self.core.state.update(
             lambda now: now.with_rejection(
                 request.ticket_id, reason, request.received_at, is_final=is_final, norms=getattr(error, "norms", None)
             )
@@ -316,17 +309,17 @@ class UpdateProcessor:
 
     def _finish_interrupted(self) -> None:
         """Complete the work after an update whose call an interrupt has ended early."""
-        if self._state.value.pending_notifications and not self.lock.held_by_me():
+        if self.core.state.value.pending_notifications and not self.lock.held_by_me():
             with self.lock.lock:
                 self._after_update()
 
     def _after_update(self) -> None:
         """Notify the average, evict stored trees to files, and start a checkpoint if one is due."""
         try:
-            if self._averaging is not None:
+            if self.core.averaging is not None:
                 self.notify_average()
         finally:
-            if self._evictor.limit is not None:
-                self._evictor.evict()
-            if self._durability.checkpoints is not None:
-                self._durability.maybe_write_checkpoint()
+            if self.evictor.limit is not None:
+                self.evictor.evict()
+            if self.durability.checkpoints is not None:
+                self.durability.maybe_write_checkpoint()

@@ -135,7 +135,7 @@ def test_names_are_matched_literally_and_a_single_string_is_rejected():
     model = nn.ModuleDict({"head[0]": nn.Linear(2, 2), "tail": nn.Linear(2, 2)})
     model["head[0]"].requires_grad_(False)
     server = Server.of(model, rules.FedAsync(0.5))
-    assert server._updates._plan.policies["head[0].weight"] == "leave"
+    assert server._updates.plan.policies["head[0].weight"] == "leave"
     for buffers in ("latest", "*mask", 3, None):
         with pytest.raises(ArgumentError, match="^buffer_policy: expected a sequence of glob patterns"):
             Server.of(net(), rules.FedAsync(0.5), buffer_policy=buffers)

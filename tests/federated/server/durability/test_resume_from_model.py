@@ -60,7 +60,7 @@ def test_a_server_resumes_from_the_model_that_it_was_created_from(make, options,
     # The values of the model do not matter.
     resumed = Server.resume(tmp_path / "server", make(seed=1), RULE, **grouped(**resume_options))
     assert resumed.space == server.space
-    assert resumed._updates._plan.policies == server._updates._plan.policies
+    assert resumed._updates.plan.policies == server._updates.plan.policies
     assert bits(resumed.state_dict()) == bits(server.state_dict())
     assert resumed.tickets == server.tickets
     update = trained(late)
@@ -72,7 +72,7 @@ def test_new_policies_keep_frozen_parameters_unchanged(tmp_path):
     server = Server.of(net(), RULE)
     server.save(tmp_path / "server")
     resumed = Server.resume(tmp_path / "server", net(), RULE, buffer_policy={"*running*": "latest"})
-    policies = resumed._updates._plan.policies
+    policies = resumed._updates.plan.policies
     assert policies["2.weight"] == "leave"
     assert policies["1.running_mean"] == "latest"
 
