@@ -41,7 +41,6 @@ __all__ = [
     "flatten_state",
     "rule_key",
     "unflatten_state",
-    "uniform_across_params",
 ]
 
 _version = attrgetter("_version")
@@ -68,29 +67,6 @@ def common(state: ParamState) -> dict[str, Any]:
     return {
         name: None if isinstance(x, Tensor) or name.endswith(PER_PARAMETER_SUFFIX) else x for name, x in state.items()
     }
-
-
-def uniform_across_params(states: Sequence[ParamState]) -> bool:
-    """Return whether the optimizer states of all parameters are consistent with each other.
-
-    The states must have the same entry names. The state of each parameter also contains a copy of model-wide values,
-    such as the number of steps. These copies must be equal.
-
-    Args:
-        states: the stored state of each parameter.
-    """
-    # Comparing all parameters entry by entry is faster than calling `common` for each of hundreds of parameters.
-    first = states[0]
-    if any(one.keys() != first.keys() for one in states):
-        return False
-    for name, value in common(first).items():
-        column = [one[name] for one in states]
-        if value is None and not name.endswith(PER_PARAMETER_SUFFIX):
-            if not all(isinstance(x, Tensor) for x in column):
-                return False
-        elif value is not None and column.count(value) < len(column):
-            return False
-    return True
 
 
 def rule_key(rule: Rule) -> int:

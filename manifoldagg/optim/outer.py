@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import is_
 from typing import Any
@@ -35,7 +35,6 @@ from manifoldagg.optim._state import (
     flatten_state,
     rule_key,
     unflatten_state,
-    uniform_across_params,
 )
 
 __all__ = ["Outer"]
@@ -243,29 +242,23 @@ class Outer(torch.optim.Optimizer):
         the parameters of a group have completed different numbers of steps, these numbers differ. The group is then
         divided into several sets.
         """
-        gradients: list[Any] = [p.grad for p in group["params"]]
-        indices = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        gradients = [gradients[i] for i in indices]
-        params = [group["params"][i] for i in indices]
-        names = [_param_name(group, i) for i in indices]
-        _check_gradients(names, params, gradients)
         rate = check_number("lr", float(group["lr"]), at_least=0)
-        states = [self.state.get(p, {}) for p in params]
         sets: list[ParamSet] = []
-        if params and uniform_across_params(states):
-            sets.append(ParamSet(params, names, gradients, states, common(states[0]), rate))
-        else:
-            for name, p, gradient, state in zip(names, params, gradients, states, strict=True):
-                numbers = common(state)
-                model = next((one for one in sets if one.common_state == numbers), None)
-                if model is None:
-                    model = ParamSet([], [], [], [], numbers, rate)
-                    sets.append(model)
-                model.params.append(p)
-                model.names.append(name)
-                model.gradients.append(gradient)
-                model.states.append(state)
+        for i, p in enumerate(group["params"]):
+            if p.grad is None:
+                continue
+            state = self.state.get(p, {})
+            numbers = common(state)
+            model = next((one for one in sets if one.common_state == numbers), None)
+            if model is None:
+                model = ParamSet(numbers, rate)
+                sets.append(model)
+            model.params.append(p)
+            model.names.append(_param_name(group, i))
+            model.gradients.append(p.grad)
+            model.states.append(state)
         for model in sets:
+            _check_gradients(model.names, model.params, model.gradients)
             _check_placements(model.names, model.params)
         return sets
 
@@ -343,12 +336,12 @@ class ParamSet:
         rate: the learning rate of the parameter group.
     """
 
-    params: list[Tensor]
-    names: list[str]
-    gradients: list[Tensor]
-    states: list[dict[str, Any]]
     common_state: dict[str, Any]
     rate: float
+    params: list[Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    gradients: list[Any] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
