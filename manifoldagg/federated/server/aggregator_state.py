@@ -7,13 +7,12 @@ from immutables import Map
 
 from manifoldagg._validation import other_type_hint, short_repr
 from manifoldagg.errors import ArgumentError
-from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoredTree
 from manifoldagg.federated.server.options import UpdateInfo
 from manifoldagg.federated.types import State
 from manifoldagg.federated.weights import Weights
 from manifoldagg.manifolds.model_io import Model
 
-__all__ = ["AggregatorState", "TaskKey", "TaskStart", "version_key"]
+__all__ = ["AggregatorState", "TaskKey", "TaskStart"]
 
 TaskKey = tuple[Hashable, Hashable]
 """The key of a task: the pair of the client and the name of the task."""
@@ -25,10 +24,12 @@ class TaskStart(NamedTuple):
     Attributes:
         version: the version of the server's model at the start of the task.
         custom_start: whether the rule chose another start model for the client instead of this version.
+        model: the model of this version.
     """
 
     version: int
     custom_start: bool
+    model: Model
 
 
 class AggregatorState(NamedTuple):
@@ -39,23 +40,24 @@ class AggregatorState(NamedTuple):
 
     Attributes:
         version: the version of the current model.
+        model: the current model.
         state: the state that the last call to `aggregate` returned.
         weights: the participating clients and their weights.
-        store: the current model, and each older version from which a task in flight started.
         tasks: the tasks in flight. The key is the pair of the client and the name of the task. The value contains the
-            version of the model at the start of the task.
+            model from which the task started, so this model is retained until the last of its tasks has ended.
     """
 
     version: int
+    model: Model
     state: State
     weights: Weights
-    store: Store
     tasks: Map[TaskKey, TaskStart] = Map()
 
-    def model(self, version: int) -> Model:
-        """Return the model of a stored version."""
-        found: Model = self.store.load(version_key(version))
-        return found
+    def find_model(self, version: int) -> Model | None:
+        """Return the model of a version, or `None` if this version is not retained."""
+        if version == self.version:
+            return self.model
+        return next((start.model for start in self.tasks.values() if start.version == version), None)
 
     def task_start(self, task: TaskKey) -> TaskStart:
         """Return the version and the kind of start model of a task.
@@ -74,13 +76,12 @@ class AggregatorState(NamedTuple):
             raise ArgumentError(f"client: expected a client with a task in flight, got {given}{hint}")
         return self.tasks[task]
 
-    def with_task(self, task: TaskKey, start: TaskStart, stored: StoredTree, restart: bool) -> "AggregatorState":
+    def with_task(self, task: TaskKey, start: TaskStart, restart: bool) -> "AggregatorState":
         """Return the state with a new task.
 
         Args:
             task: the key of the task.
             start: the start of the task.
-            stored: the model of the version from which the task starts.
             restart: whether to replace a task in flight with the same key.
 
         Raises:
@@ -96,7 +97,7 @@ class AggregatorState(NamedTuple):
                     "pass restart=True, or pass another name as task="
                 )
             state = self.with_cancelled_task(task)
-        return state._replace(weights=state.weights.with_client(client)).with_known_task(task, start, stored)
+        return state._replace(weights=state.weights.with_client(client), tasks=state.tasks.set(task, start))
 
     def with_cancelled_task(self, task: TaskKey) -> "AggregatorState":
         """Return the state after a task was cancelled.
@@ -107,23 +108,10 @@ class AggregatorState(NamedTuple):
         state = self.without_task(task)
         return state._replace(weights=state.weights.without_ticket(task[0]))
 
-    def with_known_task(self, task: TaskKey, start: TaskStart, stored: StoredTree) -> "AggregatorState":
-        """Return the state with a new task of a client that already participates.
-
-        Args:
-            task: the key of the task.
-            start: the start of the task.
-            stored: the model of the version from which the task starts.
-        """
-        return self._replace(
-            store=self.store.retain(version_key(start.version), stored), tasks=self.tasks.set(task, start)
-        )
-
     def without_task(self, task: TaskKey) -> "AggregatorState":
         """Return the state without a task. If the task is not in flight, raise `ArgumentError`."""
-        return self._replace(
-            store=self.store.release(version_key(self.task_start(task).version)), tasks=self.tasks.delete(task)
-        )
+        self.task_start(task)
+        return self._replace(tasks=self.tasks.delete(task))
 
     def with_update(self, task: TaskKey, info: UpdateInfo, result: Any) -> tuple["AggregatorState", int]:
         """Return the state after the update of a task, and the version of the model.
@@ -135,11 +123,4 @@ class AggregatorState(NamedTuple):
         after = after._replace(state=result.state, weights=after.weights.with_report(info.client, info.samples))
         if not result.has_moved:
             return after, after.version
-        version = self.version + 1
-        store = after.store.retain(version_key(version), InMemoryTree(result.model)).release(version_key(self.version))
-        return after._replace(version=version, store=store), version
-
-
-def version_key(version: int) -> tuple[str, int]:
-    """Return the store key of a version of the model."""
-    return ("version", version)
+        return after._replace(version=self.version + 1, model=result.model), self.version + 1

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from immutables import Map
 from torch import Tensor
 
 from manifoldagg import tensor_file
@@ -20,11 +21,10 @@ from manifoldagg.federated.server.aggregate import (
     check_rule_needs_models_only,
     inferred_space,
 )
-from manifoldagg.federated.server.aggregator_state import AggregatorState, TaskKey, TaskStart, version_key
+from manifoldagg.federated.server.aggregator_state import AggregatorState, TaskKey, TaskStart
 from manifoldagg.federated.server.dispatch import make_message
 from manifoldagg.federated.server.durability.fingerprint import fingerprint, rule_difference
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
-from manifoldagg.federated.server.durability.store import InMemoryTree, Store
 from manifoldagg.federated.server.input_warnings import warn_if_adapter_factors
 from manifoldagg.federated.server.lock import OwnedLock
 from manifoldagg.federated.server.options import UpdateInfo
@@ -115,10 +115,8 @@ class AsyncAggregator:
         self._template = self._build_model(first)
         state = initial_state(rule, self._space, point, {"space": "model", "start": "model"})
         self._make_message(ModelState(point, state), None)
-        store = Store().retain(version_key(0), InMemoryTree(self._template))
-        self._state = AtomicReference(
-            AggregatorState(0, state, Weights.of(weights, DEFAULT_LIMITS.samples_factor), store)
-        )
+        participants = Weights.of(weights, DEFAULT_LIMITS.samples_factor)
+        self._state = AtomicReference(AggregatorState(0, self._template, state, participants))
         self._update_lock = OwnedLock()
         self._warned_unstable = False
 
@@ -153,7 +151,7 @@ class AsyncAggregator:
         check_choice("restart", restart, (True, False))
         now = self._state.value
         began = now.version if version is None else check_count("version", version, at_least=0)
-        kept = now.store.find(version_key(began))
+        kept = now.find_model(began)
         if began > now.version:
             raise ArgumentError(
                 f"version: expected at most {now.version}, the current version, got {short_repr(began)}"
@@ -161,10 +159,11 @@ class AsyncAggregator:
         if kept is None:
             raise ArgumentError(f"version: {began} is no longer retained")
         now.weights.check(client)
-        model, apart = (
-            self._start_model(now, client) if version is None else (self._copy_model(now.model(began)), False)
-        )
-        self._state.update(lambda now: (now.with_task(place, TaskStart(began, apart), kept, restart), None))
+        if version is None:
+            model, apart = self._start_model(now, client)
+        else:
+            model, apart = self._copy_model(kept), False
+        self._state.update(lambda now: (now.with_task(place, TaskStart(began, apart, kept), restart), None))
         return model
 
     def submit(
@@ -216,8 +215,8 @@ class AsyncAggregator:
             )
         with self._update_lock.lock:
             now = self._state.value
-            began, apart = now.task_start(place)
-            if difference and apart:
+            start = now.task_start(place)
+            if difference and start.custom_start:
                 name = type(self._rule).__name__
                 raise ArgumentError(
                     f"difference: expected False, because {name} chose another start model for client "
@@ -226,7 +225,7 @@ class AsyncAggregator:
             believed = now.weights.capped(client, samples)
             known = UpdateInfo(
                 client=client,
-                staleness=now.version - began,
+                staleness=now.version - start.version,
                 weight=now.weights.weight(client, believed),
                 samples=believed,
                 difference=difference,
@@ -236,8 +235,8 @@ class AsyncAggregator:
             made = aggregate_step(
                 self._rule,
                 now.state,
-                now.model(now.version),
-                now.model(began),
+                now.model,
+                start.model,
                 models,
                 known,
                 self._space,
@@ -273,8 +272,7 @@ class AsyncAggregator:
     @property
     def model(self) -> Any:
         """A copy of the current model."""
-        now = self._state.value
-        return self._copy_model(now.model(now.version))
+        return self._copy_model(self._state.value.model)
 
     @property
     def version(self) -> int:
@@ -311,12 +309,12 @@ class AsyncAggregator:
         now = self._state.value
         held = AggregateState.of(now.state)
         waiting = held.pending_buffers
-        versions = sorted({now.version, *(begun.version for begun in now.tasks.values())})
+        models = {start.version: start.model for start in now.tasks.values()} | {now.version: now.model}
         tree = {
             "rule": fingerprint("rule", self._rule),
             "version": now.version,
-            "models": {version: as_tensors("model", now.model(version)) for version in versions},
-            "in_flight": [(*place, *begun) for place, begun in now.tasks.items()],
+            "models": {version: as_tensors("model", models[version]) for version in sorted(models)},
+            "in_flight": [(*place, start.version, start.custom_start) for place, start in now.tasks.items()],
             "weights": now.weights.state(),
             "state": held.state,
             "pending_buffers": None if waiting is None else waiting.tree(),
@@ -438,22 +436,22 @@ class AsyncAggregator:
         if not has_structure(tree["state"], self._rule.init(self._space, point)):
             raise ArgumentError(f"state: state: expected the state of {type(self._rule).__name__} for this model")
         state = AggregateState(tree["state"], waiting, memory) if memory or waiting is not None else tree["state"]
-        kept = {version: InMemoryTree(self._build_model(model)) for version, model in models.items()}
-        record = AggregatorState(current, state, weights, Store().retain(version_key(current), kept[current]))
+        kept = {version: self._build_model(model) for version, model in models.items()}
+        tasks: Map[TaskKey, TaskStart] = Map()
         for client, task, began, apart in tree["in_flight"]:
             weights.check(client)
             place = (client, check_client(task, "task"))
-            if place in record.tasks or client not in weights.reported or began > current or type(apart) is not bool:
+            if place in tasks or client not in weights.reported or began > current or type(apart) is not bool:
                 raise ArgumentError(
                     f"state: in_flight: expected one task of {short_repr(client)} with each name, and a version up to "
                     f"{current}"
                 )
-            record = record.with_known_task(place, TaskStart(began, apart), kept[began])
-        return record
+            tasks = tasks.set(place, TaskStart(began, apart, kept[began]))
+        return AggregatorState(current, kept[current], state, weights, tasks)
 
     def _start_model(self, now: "AggregatorState", client: Hashable) -> tuple[Any, bool]:
         """Return a client's start model, and whether the rule chose it over the current model."""
-        model = as_tensors("model", now.model(now.version))
+        model = as_tensors("model", now.model)
         point = self._point(model)
         held = AggregateState.of(now.state)
         sent, apart = self._make_message(
