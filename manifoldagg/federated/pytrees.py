@@ -222,18 +222,11 @@ def _is_finite(tensor: Tensor) -> bool:
 def _storages(tree: Tree) -> dict[int, int]:
     """Map the address of each non-empty storage in a pytree to its size in bytes."""
     held: dict[int, int] = {}
-    ahead = [tree]
-    while ahead:
-        branch = ahead.pop()
-        if isinstance(branch, Tensor):
-            for part in (branch,) if branch.layout is torch.strided else _dense_parts(branch):
-                storage = part.untyped_storage()
-                if address := storage.data_ptr():
-                    held[address] = storage.nbytes()
-        elif isinstance(branch, dict):
-            ahead += branch.values()
-        elif isinstance(branch, list | tuple):
-            ahead += branch
+    for tensor in tensors(tree):
+        for part in (tensor,) if tensor.layout is torch.strided else _dense_parts(tensor):
+            storage = part.untyped_storage()
+            if address := storage.data_ptr():
+                held[address] = storage.nbytes()
     return held
 
 

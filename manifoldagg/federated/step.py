@@ -166,18 +166,19 @@ def step(
     if plan.policies:
         share = update.weight if update.share is None else update.share
         waiting = accumulate(waiting, buffers, after, share, name=plan.buffers_label)
-    if outcome.model is None:
-        if plan.narrow_space is not None:
-            _check_receivable(plan, plan.narrow_space, state, None, before.current)
-        return replace(before, state=state, pending_buffers=waiting, norms=norms), Outcome(None, memory, numbers)
-    if waiting is not None:
-        after = apply_pending(waiting, after, numbers)
-    # The commit phase comes last, so that an error leaves everything unchanged.
-    model: Any = outcome.model if plan.uses_tensor_lists else out
-    if isinstance(model, Combination):
-        model = model.compute(out)
+    model: Any = outcome.model
+    if model is not None:
+        if waiting is not None:
+            after = apply_pending(waiting, after, numbers)
+        # The commit phase comes last, so that an error leaves everything unchanged.
+        if not plan.uses_tensor_lists:
+            model = out
+        elif isinstance(model, Combination):
+            model = model.compute(out)
     if plan.narrow_space is not None:
         _check_receivable(plan, plan.narrow_space, state, model, before.current)
+    if model is None:
+        return replace(before, state=state, pending_buffers=waiting, norms=norms), Outcome(None, memory, numbers)
     return ModelState(model, state, after, None, before.version + 1, norms), Outcome(model, memory, numbers)
 
 

@@ -13,7 +13,6 @@ from manifoldagg.federated.buffers import VARIANCE_SUFFIX
 from manifoldagg.federated.pytrees import upcast_8bit
 from manifoldagg.federated.server.validation import require_dense
 from manifoldagg.manifolds import ParameterSpace
-from manifoldagg.manifolds.layout import Layout
 from manifoldagg.manifolds.lora.peft import find_first_factor
 
 __all__ = [
@@ -62,17 +61,14 @@ def warn_about_update(
     """
     if hint is not None:
         read = ((key, update[key]) for key, policy in space.policies.items() if policy != "leave")
-        pair = (update, base)
-        if space.adapters is not None:
-            pair = (space.gauge_free_norms(update), space.gauge_free_norms(base))
-        warn_if_difference(name, space.layout, *pair, buffers=read, hint=hint)
+        warn_if_difference(name, space, update, base, buffers=read, hint=hint)
     if space.layout.buffers:
         warn_if_integers_change(name, space, update, current)
 
 
 def warn_if_difference(
     name: str,
-    layout: Layout,
+    space: ParameterSpace,
     update: Mapping[str, Tensor],
     base: Mapping[str, Tensor],
     *,
@@ -87,7 +83,7 @@ def warn_if_difference(
 
     Args:
         name: the argument that contains the update, for the message.
-        layout: the layout of the model.
+        space: the space of the models.
         update: the parameters of the client's model.
         base: the parameters from which the client started.
         buffers: the names and values of the client's buffers that the server reads.
@@ -96,8 +92,12 @@ def warn_if_difference(
     Raises:
         ArgumentError: if such an update also contains a negative variance. It is then certainly not a model.
     """
+    layout = space.layout
     if layout.size < MIN_PARAMETERS:
         return
+    if space.adapters is not None:
+        update = space.gauge_free_norms(update)
+        base = space.gauge_free_norms(base)
     longest = 0.0
     where = ""
     num_nonzero = 0

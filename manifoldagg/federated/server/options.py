@@ -80,15 +80,12 @@ class ServerLimits(KeywordHints):
 
     def __post_init__(self) -> None:
         check_option("update", self.update, UpdateLimits)
-        if self.max_in_flight is not None:
-            check_count("max_in_flight", self.max_in_flight)
-        if self.max_queued_updates is not None:
-            check_count("max_queued_updates", self.max_queued_updates, at_least=0)
+        for name, at_least in (("max_in_flight", 1), ("max_queued_updates", 0), ("history_size", 0)):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), at_least=at_least)
         if self.timeout is not None:
             check_number("timeout", self.timeout, above=0)
         check_count("receipt_cache_size", self.receipt_cache_size, at_least=0)
-        if self.history_size is not None:
-            check_count("history_size", self.history_size, at_least=0)
 
     @classmethod
     def of(cls, limits: "ServerLimits | UpdateLimits") -> "ServerLimits":

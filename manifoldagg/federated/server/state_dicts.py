@@ -301,10 +301,9 @@ def _payload(
         points = _restore_rounding(space, points, start.to(points[0]))
     names = [leaf.name for leaf in space.layout.leaves]
     split = (dict(zip(names, x.split(space.layout.sizes), strict=True)) for x in (points[-1], current))
-    pieces = map(space.gauge_free_norms, split)
     buffers = {entry.name: found[entry.name] for entry in schema.buffers if entry.name in found}
     hint = "return the model, which is the base plus the difference"
-    warn_if_difference(label, space.layout, *pieces, buffers=buffers.items(), hint=hint)
+    warn_if_difference(label, space, *split, buffers=buffers.items(), hint=hint)
     # From here on, the payload must not depend on files, which another process may change. The points are copies.
     if checkpoints:
         buffers = {name: x.clone() for name, x in buffers.items()}
