@@ -2,13 +2,13 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from immutables import Map
 from torch import Tensor
 
 from manifoldagg import tensor_file
-from manifoldagg._validation import check_choice, check_count, short_repr, suggests_keywords
+from manifoldagg._validation import check_choice, check_count, other_type_hint, short_repr, suggests_keywords
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.buffers import PendingBuffers
 from manifoldagg.federated.limits import DEFAULT_LIMITS
@@ -21,7 +21,6 @@ from manifoldagg.federated.server.aggregate import (
     check_rule_needs_models_only,
     inferred_space,
 )
-from manifoldagg.federated.server.aggregator_state import AggregatorState, TaskKey, TaskStart
 from manifoldagg.federated.server.dispatch import make_message
 from manifoldagg.federated.server.durability.fingerprint import fingerprint, rule_difference
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
@@ -32,7 +31,7 @@ from manifoldagg.federated.server.state_dicts import map_paths
 from manifoldagg.federated.server.validation import check_samples, initial_state
 from manifoldagg.federated.stability import warn_if_unstable
 from manifoldagg.federated.step import ModelState
-from manifoldagg.federated.types import ClientState, Message, Rule, check_parameter_space
+from manifoldagg.federated.types import ClientState, Message, Rule, State, check_parameter_space
 from manifoldagg.federated.weights import Weights, check_client
 from manifoldagg.kernels.alloc import clone
 from manifoldagg.manifolds import ParameterSpace
@@ -44,6 +43,116 @@ __all__ = ["AsyncAggregator"]
 
 FILE_KIND = "async aggregator"
 STATE_KEYS = {"rule", "version", "models", "in_flight", "weights", "state", "pending_buffers", "client_states"}
+TaskKey = tuple[Hashable, Hashable]
+"""The key of a task: the pair of the client and the name of the task."""
+
+
+class TaskStart(NamedTuple):
+    """Model from which a client starts a task.
+
+    Attributes:
+        version: the version of the server's model at the start of the task.
+        custom_start: whether the rule chose another start model for the client instead of this version.
+        model: the model of this version.
+    """
+
+    version: int
+    custom_start: bool
+    model: Model
+
+
+class AggregatorState(NamedTuple):
+    """Immutable state of an `AsyncAggregator`.
+
+    Methods such as `with_task` return a new state instead of modifying this state. A failed method therefore has no
+    effect.
+
+    Attributes:
+        version: the version of the current model.
+        model: the current model.
+        state: the state that the last call to `aggregate` returned.
+        weights: the participating clients and their weights.
+        tasks: the tasks in flight. The key is the pair of the client and the name of the task. The value contains the
+            model from which the task started, so this model is retained until the last of its tasks has ended.
+    """
+
+    version: int
+    model: Model
+    state: State
+    weights: Weights
+    tasks: Map[TaskKey, TaskStart] = Map()
+
+    def find_model(self, version: int) -> Model | None:
+        """Return the model of a version, or `None` if this version is not retained."""
+        if version == self.version:
+            return self.model
+        return next((start.model for start in self.tasks.values() if start.version == version), None)
+
+    def task_start(self, task: TaskKey) -> TaskStart:
+        """Return the version and the kind of start model of a task.
+
+        Raises:
+            ArgumentError: if the task is not in flight.
+        """
+        if task not in self.tasks:
+            client, name = task
+            mine = [other for owner, other in self.tasks if owner == client]
+            given = short_repr(client)
+            if mine:
+                known = f"task: expected the name of a task of client {given} in flight"
+                raise ArgumentError(f"{known}, got {short_repr(name)}{other_type_hint(name, mine)}")
+            hint = other_type_hint(client, {owner for owner, _ in self.tasks})
+            raise ArgumentError(f"client: expected a client with a task in flight, got {given}{hint}")
+        return self.tasks[task]
+
+    def with_task(self, task: TaskKey, start: TaskStart, restart: bool) -> "AggregatorState":
+        """Return the state with a new task.
+
+        Args:
+            task: the key of the task.
+            start: the start of the task.
+            restart: whether to replace a task in flight with the same key.
+
+        Raises:
+            ArgumentError: if the task is already in flight and `restart` is false.
+        """
+        client, name = task
+        state = self
+        if task in self.tasks:
+            if not restart:
+                what = "a task" if name is None else f"a task {short_repr(name)}"
+                raise ArgumentError(
+                    f"client: expected a client without {what} in flight, got {short_repr(client)}; cancel the task, "
+                    "pass restart=True, or pass another name as task="
+                )
+            state = self.with_cancelled_task(task)
+        return state._replace(weights=state.weights.with_client(client), tasks=state.tasks.set(task, start))
+
+    def with_cancelled_task(self, task: TaskKey) -> "AggregatorState":
+        """Return the state after a task was cancelled.
+
+        Raises:
+            ArgumentError: if the task is not in flight.
+        """
+        state = self.without_task(task)
+        return state._replace(weights=state.weights.without_ticket(task[0]))
+
+    def without_task(self, task: TaskKey) -> "AggregatorState":
+        """Return the state without a task. If the task is not in flight, raise `ArgumentError`."""
+        self.task_start(task)
+        return self._replace(tasks=self.tasks.delete(task))
+
+    def with_update(self, task: TaskKey, info: UpdateInfo, result: Any) -> tuple["AggregatorState", int]:
+        """Return the state after the update of a task, and the version of the model.
+
+        Raises:
+            ArgumentError: if the task was cancelled while the step was computed.
+        """
+        after = self.without_task(task)
+        after = after._replace(state=result.state, weights=after.weights.with_report(info.client, info.samples))
+        if not result.has_moved:
+            return after, after.version
+        return after._replace(version=self.version + 1, model=result.model), self.version + 1
 
 
 class AsyncAggregator:
@@ -423,7 +532,7 @@ class AsyncAggregator:
                 raise ArgumentError("state: expected the result of AsyncAggregator.state()") from error
             self._state.update(lambda _: (fresh, None))
 
-    def _parse_state(self, tree: Mapping[str, Any], weights: Weights) -> "AggregatorState":
+    def _parse_state(self, tree: Mapping[str, Any], weights: Weights) -> AggregatorState:
         models = tree["models"]
         for version, model in models.items():
             self._layout.check(model, f"state: models: {version}: ")
@@ -449,7 +558,7 @@ class AsyncAggregator:
             tasks = tasks.set(place, TaskStart(began, apart, kept[began]))
         return AggregatorState(current, kept[current], state, weights, tasks)
 
-    def _start_model(self, now: "AggregatorState", client: Hashable) -> tuple[Any, bool]:
+    def _start_model(self, now: AggregatorState, client: Hashable) -> tuple[Any, bool]:
         """Return a client's start model, and whether the rule chose it over the current model."""
         model = as_tensors("model", now.model)
         point = self._point(model)

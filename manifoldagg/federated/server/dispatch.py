@@ -16,8 +16,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.pytrees import copy_tensor
 from manifoldagg.federated.server.durability.manager import DurabilityManager
 from manifoldagg.federated.server.durability.store import InMemoryTree, StoredTree
-from manifoldagg.federated.server.records import PendingTicket
-from manifoldagg.federated.server.state import ServerCore, ServerState
+from manifoldagg.federated.server.state import PendingTicket, ServerCore, ServerState
 from manifoldagg.federated.step import ModelState
 from manifoldagg.federated.types import ClientState, Message, Rule, Ticket
 from manifoldagg.manifolds import Manifold

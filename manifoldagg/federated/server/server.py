@@ -32,8 +32,7 @@ from manifoldagg.federated.server.durability.store import InMemoryTree, Store, S
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
 from manifoldagg.federated.server.events import Callback
 from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits, check_option
-from manifoldagg.federated.server.records import HistoryRow
-from manifoldagg.federated.server.state import ANY_CLIENT, ServerCore, ServerState
+from manifoldagg.federated.server.state import ANY_CLIENT, HistoryRow, ServerCore, ServerState
 from manifoldagg.federated.server.state_dicts import (
     MODEL_NAMES,
     check_no_model_options,

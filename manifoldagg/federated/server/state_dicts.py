@@ -17,8 +17,7 @@ from manifoldagg.errors import ArgumentError, CheckpointError, StateDictError
 from manifoldagg.federated.clients.compression import Codec, check_codec, decode_payload
 from manifoldagg.federated.server.input_warnings import warn_if_adapter_factors, warn_if_difference
 from manifoldagg.federated.server.options import InitialModel
-from manifoldagg.federated.server.records import PendingTicket
-from manifoldagg.federated.server.state import ServerState
+from manifoldagg.federated.server.state import PendingTicket, ServerState
 from manifoldagg.federated.server.validation import PayloadSchema, as_str_dict, check_names, require_dense
 from manifoldagg.federated.types import Payload, Rule, check_parameter_space, extra_fields
 from manifoldagg.kernels.alloc import stack

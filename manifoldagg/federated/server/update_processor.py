@@ -19,8 +19,7 @@ from manifoldagg.federated.server.durability.manager import DurabilityManager
 from manifoldagg.federated.server.durability.store import InMemoryTree
 from manifoldagg.federated.server.durability.subscriptions import EventDispatcher
 from manifoldagg.federated.server.lock import PendingUpdate, UpdateLock
-from manifoldagg.federated.server.records import AppliedUpdate, PendingTicket
-from manifoldagg.federated.server.state import ANY_CLIENT, ServerCore, StaleTicketError
+from manifoldagg.federated.server.state import ANY_CLIENT, AppliedUpdate, PendingTicket, ServerCore, StaleTicketError
 from manifoldagg.federated.server.validation import PayloadSchema, raise_nonfinite, validate_payload
 from manifoldagg.federated.stability import warn_if_unstable
 from manifoldagg.federated.step import StepPlan, step

@@ -31,8 +31,7 @@ from manifoldagg.federated.server.durability.persistent_map import PersistentOrd
 from manifoldagg.federated.server.durability.store import InMemoryTree, Store, StoreKey
 from manifoldagg.federated.server.events import CheckpointFailed, CheckpointWritten
 from manifoldagg.federated.server.options import InitialModel, MemoryPolicy, ServerLimits
-from manifoldagg.federated.server.records import ClosedTicket, HistoryRow, PendingTicket
-from manifoldagg.federated.server.state import ServerCore, ServerState
+from manifoldagg.federated.server.state import ClosedTicket, HistoryRow, PendingTicket, ServerCore, ServerState
 from manifoldagg.federated.step import ModelState
 from manifoldagg.federated.types import Averaging, Receipt, Rule
 from manifoldagg.federated.weights import Weights

@@ -24,8 +24,7 @@ from manifoldagg.federated.pytrees import Tree
 from manifoldagg.federated.server.durability.log_format import KIND, VERSION, encode_record
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference, PersistentOrderedMap
 from manifoldagg.federated.server.lock import OwnedLock
-from manifoldagg.federated.server.records import LogRecord, PendingLog
-from manifoldagg.federated.server.state import ServerState
+from manifoldagg.federated.server.state import LogRecord, PendingLog, ServerState
 
 __all__ = ["Journal", "JournalLock", "JournalWriter"]
 

@@ -26,7 +26,7 @@ from manifoldagg import tensor_file
 from manifoldagg._io import os_errors
 from manifoldagg._json_tree import decode, encode
 from manifoldagg.errors import CheckpointError
-from manifoldagg.federated.server.records import LogRecord
+from manifoldagg.federated.server.state import LogRecord
 from manifoldagg.federated.types import Payload
 
 __all__ = ["KIND", "Segment", "StoredRecord", "encode_record", "pack_payload", "read_payload", "scan"]

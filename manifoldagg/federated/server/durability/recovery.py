@@ -29,8 +29,7 @@ from manifoldagg.federated.server.durability.journal import Journal
 from manifoldagg.federated.server.durability.log_format import Segment, StoredRecord, read_payload, scan
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.durability.store import InMemoryTree, StoredTree
-from manifoldagg.federated.server.records import PendingTicket
-from manifoldagg.federated.server.state import ServerState
+from manifoldagg.federated.server.state import PendingTicket, ServerState
 from manifoldagg.federated.types import Payload, Receipt
 
 __all__ = ["JournalReplay", "recover"]

@@ -8,8 +8,7 @@ from manifoldagg._validation import short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.events import Callback, Event
-from manifoldagg.federated.server.records import Subscription
-from manifoldagg.federated.server.state import ServerState
+from manifoldagg.federated.server.state import ServerState, Subscription
 
 __all__ = ["EventDispatcher"]
 
