@@ -67,10 +67,7 @@ def stability_limit(concurrency: int, buffer_size: int = 1) -> float:
         2.0
     """
     m = check_count("concurrency", concurrency)
-    return _stability_limit(m, min(check_count("buffer_size", buffer_size), m))
-
-
-def _stability_limit(m: int, k: int) -> float:
+    k = min(check_count("buffer_size", buffer_size), m)
     if k == m:
         return 2.0
     # The limit is the larger root of a ρ² + b ρ = c with positive a and c. Each of the two forms avoids cancellation
@@ -209,7 +206,7 @@ def warn_if_unstable(
         rho = min(rho, 1.0)
     k = updates_per_step(rule)
     m = max(1, min(k * staleness + 1, num_in_flight))
-    limit = _stability_limit(m, min(k, m))
+    limit = stability_limit(m, k)
     # The tolerance covers the rounding error of the division by N times the weight.
     if rho <= limit * (1 + 1e-9):
         return False

@@ -200,10 +200,8 @@ class Outer(torch.optim.Optimizer):
                 f"worker: expected an int, or a string of letters, digits, underscores and dashes, got {worker!r}"
             )
         if base is None and staleness and getattr(self.rule, "uses_drift", True):
-            raise ArgumentError(
-                f"base: expected the start model of the worker, which {type(self.rule).__name__} requires for a stale "
-                "update, got None"
-            )
+            expected = f"the start model of the worker, which {type(self.rule).__name__} requires for a stale update"
+            raise ArgumentError(f"base: expected {expected}, got None")
         with torch.no_grad():
             bases = self._check_bases(base)
             update_info = {"staleness": staleness, "client": worker, "weight": weight}
@@ -258,8 +256,7 @@ class Outer(torch.optim.Optimizer):
             model.gradients.append(p.grad)
             model.states.append(state)
         for model in sets:
-            _check_gradients(model.names, model.params, model.gradients)
-            _check_placements(model.names, model.params)
+            _check_tensors(model)
         return sets
 
     def _plan(
@@ -275,9 +272,7 @@ class Outer(torch.optim.Optimizer):
             states = [{name: _local_shard(x) for name, x in one.items()} for one in states]
         state = unflatten_state(states, self._norm_bounds.get(params[0], {}))
         worker_key = None if update_info["client"] is None else f"{WORKER_PREFIX}{update_info['client']}"
-        worker_states = (
-            {} if state is None else {name: state.pop(name) for name in [*state] if name.startswith(WORKER_PREFIX)}
-        )
+        worker_states = {name: state.pop(name) for name in [*(state or ())] if name.startswith(WORKER_PREFIX)}
         worker_state = worker_states.pop(worker_key, None)
         space = _parameter_space(tuple([(x.shape, x.dtype) for x in current]))
         base = _local_rows([bases[p] for p in params]) if bases else current
@@ -440,36 +435,28 @@ class PlannedStep:
         pieces = [
             x if x.shape == here.shape else x.view(here.shape) for x, here in zip(leaf, self.current, strict=True)
         ]
-        return (
-            [_to_dtensor(x, p) for x, p in zip(pieces, self.params, strict=True)]
-            if dtensors_in(self.params)
-            else pieces
-        )
+        if not dtensors_in(self.params):
+            return pieces
+        return [_to_dtensor(x, p) for x, p in zip(pieces, self.params, strict=True)]
 
 
 def _param_name(group: Mapping[str, Any], i: int) -> str:
     return str(group["param_names"][i]) if "param_names" in group else f"parameter {i}"
 
 
-def _check_gradients(names: Sequence[str], params: Sequence[Tensor], gradients: Sequence[Any]) -> None:
-    kinds = {(gradient.layout, gradient.dtype) for gradient in gradients}
-    usual = all(layout is torch.strided and dtype.is_floating_point for layout, dtype in kinds)
-    if usual and not dtensors_in((params, gradients)):
-        return
-    for name, p, gradient in zip(names, params, gradients, strict=True):
+def _check_tensors(model: ParamSet) -> None:
+    """Check that the parameters of a set and their gradients have suitable dtypes, layouts, devices and placements."""
+    is_sharded = bool(dtensors_in((model.params, model.gradients)))
+    first = model.params[0]
+    for name, p, gradient in zip(model.names, model.params, model.gradients, strict=True):
         if gradient.layout is not torch.strided or not gradient.is_floating_point():
             kind = f"{gradient.layout} of {gradient.dtype}"
             raise ArgumentError(f"params: {name}: expected a dense floating gradient, got {kind}")
-        if _placement(gradient) != _placement(p):
+        if is_sharded and _placement(gradient) != _placement(p):
             raise ArgumentError(f"params: {name}: expected a gradient with the placements of the parameter, got others")
-
-
-def _check_placements(names: Sequence[str], params: Sequence[Tensor]) -> None:
-    if not dtensors_in(params) and len({p.device for p in params}) == 1:
-        return
-    for name, p in zip(names, params, strict=True):
-        if (_placement(p), p.device) != (_placement(params[0]), params[0].device):
-            raise ArgumentError(f"params: {name}: expected the device, mesh and placements of {names[0]}, got others")
+        if p.device != first.device or (is_sharded and _placement(p) != _placement(first)):
+            expected = f"the device, mesh and placements of {model.names[0]}"
+            raise ArgumentError(f"params: {name}: expected {expected}, got others")
 
 
 def _placement(tensor: Tensor) -> Any:

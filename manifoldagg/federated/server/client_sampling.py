@@ -9,6 +9,7 @@ import bisect
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -93,15 +94,10 @@ class ClientSampler(abc.ABC):
     A training loop reports each event to the sampler in the order of the events. For example, it calls `on_completion`
     after a client has finished a task. The methods `start`, `on_completion`, `on_dropout` and `on_join` return a list
     of clients, and the loop then dispatches one task for each entry of this list. Their argument `available` contains
-    the clients that accept tasks.
-
-    Args:
-        generator: the random generator, which only the sampler may use.
+    the clients that accept tasks. Only the sampler may use its random generator.
     """
 
-    def __init__(self, generator: np.random.Generator) -> None:
-        self._generator = generator
-        self._num_in_flight = 0
+    _num_in_flight = 0
 
     def start(self, available: AvailableClients) -> list[int]:
         """Return the clients of the first tasks. Call this method once, before all events."""
@@ -134,6 +130,7 @@ class ClientSampler(abc.ABC):
     def _draw(self, available: AvailableClients) -> list[int]: ...
 
 
+@dataclass(eq=False)
 class AsyncSampler(ClientSampler):
     """Sampler for asynchronous rules, which keeps a fixed number of tasks in flight.
 
@@ -148,10 +145,11 @@ class AsyncSampler(ClientSampler):
             the sampler does not wait for this number.
     """
 
-    def __init__(self, concurrency: int | None, generator: np.random.Generator, refill: int = 1) -> None:
-        super().__init__(generator)
-        self._concurrency = concurrency
-        self._refill = refill
+    concurrency: int | None
+    generator: np.random.Generator
+    refill: int = 1
+
+    def __post_init__(self) -> None:
         self._busy: set[int] = set()
         # The clients without a task. Some of them may have left since they were added.
         self._idle = AvailableClients()
@@ -175,18 +173,18 @@ class AsyncSampler(ClientSampler):
         return self._draw(available)
 
     def _draw(self, available: AvailableClients) -> list[int]:
-        if self._concurrency is None:
+        if self.concurrency is None:
             ready = [client for client in self._idle if client in available]
-            if self._busy and len(ready) < self._refill:
+            if self._busy and len(ready) < self.refill:
                 return []
             self._idle = AvailableClients()
             self._busy.update(ready)
             return ready
         drawn: list[int] = []
-        if self._busy and self._concurrency - len(self._busy) < self._refill:
+        if self._busy and self.concurrency - len(self._busy) < self.refill:
             return drawn
-        while len(self._busy) < self._concurrency and self._idle:
-            client = self._idle[int(self._generator.integers(len(self._idle)))]
+        while len(self._busy) < self.concurrency and self._idle:
+            client = self._idle[int(self.generator.integers(len(self._idle)))]
             self._idle.discard(client)
             if client in available:
                 self._busy.add(client)
@@ -194,6 +192,7 @@ class AsyncSampler(ClientSampler):
         return drawn
 
 
+@dataclass(eq=False)
 class CohortSampler(ClientSampler):
     """Sampler for synchronous rules, which draws a new cohort of clients for each round.
 
@@ -219,11 +218,12 @@ class CohortSampler(ClientSampler):
         (2, 2, True)
     """
 
-    def __init__(self, cohort: int, generator: np.random.Generator, num_additional: int = 0) -> None:
-        super().__init__(generator)
-        self._cohort = cohort
-        self._num_additional = num_additional
-        self._num_missing = cohort
+    cohort: int
+    generator: np.random.Generator
+    num_additional: int = 0
+
+    def __post_init__(self) -> None:
+        self._num_missing = self.cohort
         self._sampled: set[int] = set()
         # The clients with a task in flight, in the order of dispatch.
         self._busy: dict[int, None] = {}
@@ -233,7 +233,7 @@ class CohortSampler(ClientSampler):
         self._num_missing -= accepted
         self._busy.pop(client, None)
         if not self._num_missing:
-            self._num_missing = self._cohort
+            self._num_missing = self.cohort
             self._sampled = set()
             self._stragglers = list(self._busy)
             self._num_in_flight -= len(self._stragglers)
@@ -252,18 +252,19 @@ class CohortSampler(ClientSampler):
         if self._num_in_flight:
             return []
         # Additional clients are drawn only at the start of a cohort, not as replacements.
-        wanted = self._num_missing + (0 if self._sampled else self._num_additional)
+        wanted = self._num_missing + (0 if self._sampled else self.num_additional)
         fresh = [client for client in available if client not in self._sampled]
-        drawn = _sample(fresh, wanted, self._generator)
+        drawn = _sample(fresh, wanted, self.generator)
         if len(drawn) < self._num_missing:
             again = [client for client in available if client in self._sampled]
-            drawn += _sample(again, self._num_missing - len(drawn), self._generator)
+            drawn += _sample(again, self._num_missing - len(drawn), self.generator)
         self._sampled.update(drawn)
         self._busy = dict.fromkeys(drawn)
         self._num_in_flight = len(drawn)
         return drawn
 
 
+@dataclass(eq=False)
 class RuleSampler(ClientSampler):
     """Sampler for aggregation rules that select clients themselves, in a method `draw`.
 
@@ -284,25 +285,19 @@ class RuleSampler(ClientSampler):
         generator: the random generator.
     """
 
-    def __init__(
-        self,
-        draw: Callable[[Sequence[int], np.random.Generator], list[int]],
-        cohort: int,
-        concurrency: int | None,
-        generator: np.random.Generator,
-    ) -> None:
-        def rule(present: Sequence[int], generator: np.random.Generator) -> list[int]:
-            return draw(present, generator)
+    draw: Callable[[Sequence[int], np.random.Generator], list[int]]
+    cohort: int
+    concurrency: int | None
+    generator: np.random.Generator
 
-        super().__init__(generator)
+    def __post_init__(self) -> None:
+        draw = self.draw
         # `copy.deepcopy` of a bound method copies its rule, whereas `copy.deepcopy` of a function copies nothing.
-        self._draw_from_rule = rule
-        self._cohort = cohort
-        self._concurrency = concurrency
-        self._num_missing = cohort
+        self.draw = lambda available, generator: draw(available, generator)
+        self._num_missing = self.cohort
 
     def start(self, available: AvailableClients) -> list[int]:
-        first = list(available) if self._concurrency is None else _sample(available, self._concurrency, self._generator)
+        first = list(available) if self.concurrency is None else _sample(available, self.concurrency, self.generator)
         self._num_in_flight = len(first)
         return first
 
@@ -313,13 +308,14 @@ class RuleSampler(ClientSampler):
     def _draw(self, available: AvailableClients) -> list[int]:
         if self._num_missing and self._num_in_flight:
             return []
-        self._num_missing = self._num_missing or self._cohort
+        self._num_missing = self._num_missing or self.cohort
         present = list(available)
-        drawn = present if len(present) < self._cohort else list(self._draw_from_rule(present, self._generator))
+        drawn = present if len(present) < self.cohort else list(self.draw(present, self.generator))
         self._num_in_flight += len(drawn)
         return drawn
 
 
+@dataclass(eq=False)
 class RoutedSampler(ClientSampler):
     """Sampler that draws each client with the probability that the aggregation rule specifies.
 
@@ -334,25 +330,24 @@ class RoutedSampler(ClientSampler):
         refill: the number of free slots for tasks at which the sampler fills all free slots.
     """
 
-    def __init__(
-        self, shares: Mapping[int, float], concurrency: int, generator: np.random.Generator, refill: int = 1
-    ) -> None:
-        super().__init__(generator)
-        self._shares = dict(shares)
-        self._concurrency = concurrency
-        self._refill = refill
+    shares: Mapping[int, float]
+    concurrency: int
+    generator: np.random.Generator
+    refill: int = 1
+
+    def __post_init__(self) -> None:
         self._cumulative_shares: list[float] = []
         self._seen_changes = -1
 
     def _draw(self, available: AvailableClients) -> list[int]:
-        if not len(available) or (self._num_in_flight and self._concurrency - self._num_in_flight < self._refill):
+        if not len(available) or (self._num_in_flight and self.concurrency - self._num_in_flight < self.refill):
             return []
         if self._seen_changes != available.num_changes:
             self._seen_changes = available.num_changes
-            self._cumulative_shares = list(accumulate(self._shares[client] for client in available))
+            self._cumulative_shares = list(accumulate(self.shares[client] for client in available))
         drawn = []
-        while self._num_in_flight < self._concurrency:
-            place = bisect.bisect_right(self._cumulative_shares, self._generator.random() * self._cumulative_shares[-1])
+        while self._num_in_flight < self.concurrency:
+            place = bisect.bisect_right(self._cumulative_shares, self.generator.random() * self._cumulative_shares[-1])
             drawn.append(available[min(place, len(available) - 1)])
             self._num_in_flight += 1
         return drawn
