@@ -3,17 +3,23 @@
 If a tensor that the step writes shares memory with another tensor of the step, the result can be wrong.
 """
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from manifoldagg.errors import ArgumentError
 from manifoldagg.kernels import TensorList
 
 __all__ = ["MemoryAccess", "check_no_alias"]
+
+Piece = tuple[int, int, int, torch.dtype]
+"""The memory of a tensor: its first address, the address after its end, the index of its parameter, and its dtype."""
 
 
 @dataclass(frozen=True)
@@ -48,53 +54,45 @@ def check_no_alias(accesses: Sequence[MemoryAccess]) -> None:
         ArgumentError: if two tensors overlap, or if a written tensor is expanded. The message contains the name of a
             parameter.
     """
-    names = [name for model in accesses for name in model.names]
-    borders = np.cumsum([0, *(len(model.names) for model in accesses)])
-    ranges = []
-    positions = []
-    tensors: list[Tensor] = []
-    for model, start in zip(accesses, borders, strict=False):
+    names: list[str] = []
+    written: list[Piece] = []
+    read: list[Piece] = []
+    for model in accesses:
         for row in model.writes:
-            expanded = (
-                [] if row.is_contiguous else [name for name, x in zip(model.names, row, strict=True) if _is_expanded(x)]
-            )
-            if expanded:
-                raise ArgumentError(
-                    f"params: {expanded[0]}: expected entries with their own memory, got an expanded tensor"
-                )
-            ranges.append(row.address_ranges)
-            positions.append(np.arange(start, start + len(row)))
-            tensors += row
-    low, high = np.concatenate(ranges, axis=1) if ranges else np.empty((2, 0), np.int64)
-    order = np.argsort(low, kind="stable")
-    order = order[high[order] > low[order]]  # Empty tensors do not occupy memory.
-    if not len(order):
-        return
-    low = low[order]
-    high = high[order]
-    position = np.concatenate(positions)[order]
-    shared = np.flatnonzero(high[:-1] > low[1:])
-    if len(shared):
-        name = names[max(position[shared[0]], position[shared[0] + 1])]
-        raise ArgumentError(f"params: {name}: expected its own memory, got memory of another written tensor")
-    for model, start in zip(accesses, borders, strict=False):
-        for row in {id(row): row for row in model.reads if isinstance(row, TensorList)}.values():
-            start_address, end = row.address_ranges
-            # The written tensors are disjoint and sorted by address. For each read tensor, find the first written
-            # tensor that ends after the read tensor begins. If any written tensor overlaps with the read tensor, this
-            # one does.
-            first = np.minimum(np.searchsorted(high, start_address, side="right"), len(order) - 1)
-            for i in np.flatnonzero(
-                (low[first] < end) & (high[first] > start_address) & (end > start_address)
-            ).tolist():
-                j = first[i]
-                same = (position[j], low[j], high[j]) == (start + i, start_address[i], end[i])
-                if not same or row[i].dtype != tensors[order[j]].dtype:
-                    name = model.names[i]
+            for name, x in zip(model.names, () if row.is_contiguous else row, strict=False):
+                if _is_expanded(x):
                     raise ArgumentError(
-                        f"params: {name}: expected gradients and bases disjoint from or identical to written memory, "
-                        "got a partial overlap"
+                        f"params: {name}: expected entries with their own memory, got an expanded tensor"
                     )
+        written += _pieces(model.writes, len(names))
+        read += _pieces({id(row): row for row in model.reads if isinstance(row, TensorList)}.values(), len(names))
+        names += model.names
+    written.sort(key=itemgetter(0))
+    for (_, end, i, _), (start, _, j, _) in pairwise(written):
+        if end > start:
+            raise ArgumentError(
+                f"params: {names[max(i, j)]}: expected its own memory, got memory of another written tensor"
+            )
+    # The written pieces are disjoint and sorted by address. For each read piece, find the first written piece that ends
+    # after the read piece begins. If any written piece overlaps with the read piece, this one does.
+    ends = [end for _, end, _, _ in written]
+    for piece in read:
+        start, end, i, _ = piece
+        nearest = bisect_right(ends, start)
+        if nearest < len(written) and written[nearest][0] < end and written[nearest] != piece:
+            raise ArgumentError(
+                f"params: {names[i]}: expected gradients and bases disjoint from or identical to written memory, "
+                "got a partial overlap"
+            )
+
+
+def _pieces(rows: Iterable[TensorList], first: int) -> Iterator[Piece]:
+    """Yield the memory of each tensor that is not empty. `first` is the index of the first parameter."""
+    for row in rows:
+        starts, ends = row.address_ranges.tolist()
+        for i, (start, end, x) in enumerate(zip(starts, ends, row, strict=True), first):
+            if end > start:
+                yield start, end, i, x.dtype
 
 
 def _is_expanded(tensor: Tensor) -> bool:

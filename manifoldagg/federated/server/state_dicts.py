@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -180,10 +180,7 @@ def payload_loader(
     def load(ticket: PendingTicket) -> Payload:
         if isinstance(model, torch.nn.Module):  # This check comes first, because a module is callable.
             raise ArgumentError(f"model: expected a state dict, got {type(model).__name__}: pass its state_dict()")
-        key = None if ticket.custom_start else ticket.base_key
-        load_base = partial(state.store.load, key)
-        models = model() if callable(model) else model
-        return _payload(schema, models, samples, state.model_state.current, load_base, scaling)
+        return _payload(schema, model() if callable(model) else model, samples, scaling, ticket, state)
 
     return load
 
@@ -252,9 +249,9 @@ def _payload(
     schema: PayloadSchema,
     model: Any,
     samples: Any,
-    current: Tensor,
-    load_base: Callable[[], Tensor | None],
     scaling: Scaling | None,
+    ticket: PendingTicket,
+    state: ServerState,
 ) -> Payload:
     """Build a payload, which is the content of an update, from the state dict of a client.
 
@@ -263,9 +260,9 @@ def _payload(
         model: a state dict or its path. For a curve, a sequence of state dicts or paths, of which the last one contains
             the buffers.
         samples: the number of samples that the client trained on.
-        current: the server's model (P,). The function compares it with the update to detect differences of models.
-        load_base: a function that returns the model (P,) from which the client started, or `None` if it is unknown.
         scaling: the scaling of the client's adapters, if it differs from the scaling of the server.
+        ticket: the ticket of the client.
+        state: the state of the server, which contains the current model and the base of the ticket.
     """
     whole = check_parameter_space(schema.space)
     space = _without_buffers(whole)
@@ -281,8 +278,8 @@ def _payload(
         raise ArgumentError(f"model: expected from 1 to {most} state dicts, got {len(given)}")
     leaves = space.entries
     models = {}
-    for label, state in given.items():
-        found = {name: x for name, x in as_str_dict(label, state).items() if name.rpartition(".")[2] != EXTRA_STATE}
+    for label, part in given.items():
+        found = {name: x for name, x in as_str_dict(label, part).items() if name.rpartition(".")[2] != EXTRA_STATE}
         found = dict(whole.shared(found))
         check_names(label, found, leaves, whole.entries)
         own = {name: _require_tensor(f"{label}: {name}", found[name]) for name in leaves}
@@ -295,11 +292,13 @@ def _payload(
     # If the client's dtype is narrower than the dtype of the server, the client has trained from a rounded start model.
     # Without a correction, every update would contain the rounding error.
     narrow = any(entry.dtype.itemsize < schema.dtype.itemsize for entry in leaves.values())
-    start = load_base() if narrow else None
+    start = state.store.load(ticket.base_key) if narrow and not ticket.custom_start else None
     if start is not None:
         points = _restore_rounding(space, points, start.to(points[0]))
     names = [leaf.name for leaf in space.layout.leaves]
-    split = (dict(zip(names, x.split(space.layout.sizes), strict=True)) for x in (points[-1], current))
+    split = (
+        dict(zip(names, x.split(space.layout.sizes), strict=True)) for x in (points[-1], state.model_state.current)
+    )
     buffers = {entry.name: found[entry.name] for entry in schema.buffers if entry.name in found}
     hint = "return the model, which is the base plus the difference"
     warn_if_difference(label, space, *split, buffers=buffers.items(), hint=hint)
