@@ -28,8 +28,6 @@ __all__ = [
     "PendingBuffers",
     "accumulate",
     "apply_pending",
-    "buffers_from_tree",
-    "buffers_to_tree",
     "initial_buffers",
 ]
 
@@ -125,6 +123,26 @@ class PackedBuffers(Mapping[str, Tensor]):
     def clone(self) -> "PackedBuffers":
         return replace(self, vectors=tuple(vector.clone() for vector in self.vectors))
 
+    def tree(self) -> dict[str, Any]:
+        """Return the buffers as a tree of plain values and tensors for `of_tree`.
+
+        Example:
+            >>> PackedBuffers().tree()
+            {'groups': [], 'vectors': (), 'order': ()}
+        """
+        groups = [(group.policy, group.names, group.shapes) for group in self.groups]
+        return {"groups": groups, "vectors": self.vectors, "order": self.order}
+
+    @classmethod
+    def of_tree(cls, tree: Mapping[str, Any]) -> "PackedBuffers":
+        """Restore buffers from a result of `tree`.
+
+        Example:
+            >>> PackedBuffers.of_tree(PackedBuffers().tree()) == PackedBuffers()
+            True
+        """
+        return cls(tuple([BufferGroup(*group) for group in tree["groups"]]), tree["vectors"], tree["order"])
+
     def to_dict(self) -> dict[str, Tensor]:
         """Return copies of the buffers by name. Each group is copied by one call of torch."""
         return self._split(torch.split_with_sizes_copy)
@@ -171,12 +189,12 @@ class PendingBuffers:
 
     def tree(self) -> dict[str, Any]:
         """Return the pending buffers as a tree of plain values and tensors for `of_tree`."""
-        return {**vars(self), "latest": buffers_to_tree(self.latest)}
+        return {**vars(self), "latest": self.latest.tree()}
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> "PendingBuffers":
         """Restore pending buffers from a result of `tree`."""
-        return cls(**{**tree, "latest": buffers_from_tree(tree["latest"])})
+        return cls(**{**tree, "latest": PackedBuffers.of_tree(tree["latest"])})
 
 
 def accumulate(
@@ -292,27 +310,6 @@ def initial_buffers(
         raise StateDictError(f"buffers: {error}") from None
     chosen = resolve_policies(space.layout.buffers, buffer_policy)
     return PackedBuffers.of(chosen, {name: buffers[name].detach() for name in chosen}), chosen
-
-
-def buffers_to_tree(buffers: PackedBuffers) -> dict[str, Any]:
-    """Convert buffers to a tree of plain values and tensors.
-
-    Example:
-        >>> buffers_to_tree(PackedBuffers())
-        {'groups': [], 'vectors': (), 'order': ()}
-    """
-    groups = [(group.policy, group.names, group.shapes) for group in buffers.groups]
-    return {"groups": groups, "vectors": buffers.vectors, "order": buffers.order}
-
-
-def buffers_from_tree(tree: Mapping[str, Any]) -> PackedBuffers:
-    """Restore buffers from a result of `buffers_to_tree`.
-
-    Example:
-        >>> buffers_from_tree(buffers_to_tree(PackedBuffers())) == PackedBuffers()
-        True
-    """
-    return PackedBuffers(tuple([BufferGroup(*group) for group in tree["groups"]]), tree["vectors"], tree["order"])
 
 
 # The groups are cached, because callers of `aggregate` pass models with the same names and shapes in each call.

@@ -18,7 +18,7 @@ from torch import Tensor
 from manifoldagg import tensor_file
 from manifoldagg._validation import short_repr, warn_caller
 from manifoldagg.errors import ArgumentError, CheckpointError, SpillError
-from manifoldagg.federated.buffers import PackedBuffers, PendingBuffers, buffers_from_tree, buffers_to_tree
+from manifoldagg.federated.buffers import PackedBuffers, PendingBuffers
 from manifoldagg.federated.pytrees import Tree, has_structure
 from manifoldagg.federated.server.durability.fingerprint import (
     fingerprint,
@@ -96,7 +96,7 @@ class ServerSnapshot(NamedTuple):
             "time": self.time,
             "model": now.current,
             "state": now.state,
-            "buffers": buffers_to_tree(now.buffers),
+            "buffers": now.buffers.tree(),
             "pending_buffers": None if now.pending_buffers is None else now.pending_buffers.tree(),
             "version": now.version,
             "norms": now.norms,
@@ -257,7 +257,7 @@ class LoadedCheckpoint:
         if self.buffer_policies:
             # Names are escaped, because they may contain special characters of glob patterns.
             saved = {glob.escape(name): policy for name, policy in self.buffer_policies.items()}
-            buffers = dict(buffers_from_tree(self._tree["buffers"]))
+            buffers = dict(PackedBuffers.of_tree(self._tree["buffers"]))
             start = InitialModel(self.model, buffers, saved if policies is None else policies)
         return start, {"limits": self.limits, "memory": self.memory}
 
