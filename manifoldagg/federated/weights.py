@@ -1,8 +1,9 @@
 """Weights of clients: the share of each client in the training data."""
 
+from array import array
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class Weights:
     sample_counts: Map[Hashable, int] = Map()
     reported: Map[Hashable, int] = Map()
     total: int = 0
-    counts: tuple[int, ...] = ()
+    counts: Sequence[int] = field(default_factory=lambda: array("q"))
 
     @classmethod
     def of(cls, spec: str | Mapping[Any, int], cap_factor: float | None) -> "Weights":
@@ -182,12 +183,12 @@ class Weights:
         if found == samples:
             return self
         before = max(found or 0, 0)
-        counts = [*self.counts]
+        counts = array("q", self.counts)  # Copying an array takes less time than copying a tuple of integers.
         if before:
             del counts[bisect_left(counts, before)]
         insort(counts, samples)
         total = self.total if self.kind == "given" else self.total - before + samples
-        after = replace(self, reported=self.reported.set(client, samples), total=total, counts=tuple(counts))
+        after = replace(self, reported=self.reported.set(client, samples), total=total, counts=counts)
         if before or self.kind != "observed" or self.cap_factor is None or not _is_recap_due(len(counts)):
             return after
         above, below = self.cap_factor.as_integer_ratio()
@@ -227,7 +228,7 @@ class Weights:
             told[weights.check(client)] = check_count(
                 f"weights: reported[{short_repr(client)}]", samples, at_least=-MAX_SAMPLES
             )
-        counts = tuple(sorted(samples for samples in told.values() if samples > 0))
+        counts = array("q", sorted(samples for samples in told.values() if samples > 0))
         total = weights.total if weights.kind == "given" else sum(counts)
         return replace(weights, reported=Map(told), total=total, counts=counts)
 
