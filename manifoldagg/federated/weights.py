@@ -80,16 +80,11 @@ class Weights:
                 f"weights: expected {', '.join(KINDS)} or a mapping from clients to samples, got {short_repr(spec)}"
             )
         amounts = {
-            check_client(client, "weights"): check_count(f"weights[{short_repr(client)}]", n)
+            check_client(client, "weights"): _check_samples(f"weights[{short_repr(client)}]", n)
             for client, n in spec.items()
         }
         if not amounts:
             raise ArgumentError("weights: expected at least one client, got an empty mapping")
-        for client, amount in amounts.items():
-            if amount > MAX_SAMPLES:
-                raise ArgumentError(
-                    f"weights[{short_repr(client)}]: expected at most 2^53 samples, got {short_repr(amount)}"
-                )
         return cls(cap_factor, "given", Map(amounts), total=sum(amounts.values()))
 
     @property
@@ -225,9 +220,8 @@ class Weights:
         weights = cls.of(spec, cap_factor)
         told = {}
         for client, samples in state["reported"].items():
-            told[weights.check(client)] = check_count(
-                f"weights: reported[{short_repr(client)}]", samples, at_least=-MAX_SAMPLES
-            )
+            label = f"weights: reported[{short_repr(client)}]"
+            told[weights.check(client)] = _check_samples(label, samples, at_least=-MAX_SAMPLES)
         counts = array("q", sorted(samples for samples in told.values() if samples > 0))
         total = weights.total if weights.kind == "given" else sum(counts)
         return replace(weights, reported=Map(told), total=total, counts=counts)
@@ -275,3 +269,10 @@ def _components(name: Any) -> Iterator[Any]:
 def _is_recap_due(num_reports: int) -> bool:
     """Return whether earlier reports are capped again after this number of clients has reported."""
     return num_reports <= EARLY_REPORTS or num_reports & (num_reports - 1) == 0
+
+
+def _check_samples(name: str, value: int, at_least: int = 1) -> int:
+    number = check_count(name, value, at_least=at_least)
+    if number > MAX_SAMPLES:
+        raise ArgumentError(f"{name}: expected at most 2^53 samples, got {short_repr(value)}")
+    return number

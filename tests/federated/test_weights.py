@@ -397,3 +397,11 @@ def test_numpy_client_name_without_python_value_is_unchanged():
 def test_invalid_weights_are_rejected_by_name(weights, words):
     with pytest.raises(ArgumentError, match=words):
         server(weights)
+
+
+def test_a_restored_report_above_the_largest_count_is_rejected():
+    state = Weights.of("observed", None).with_client("a").with_report("a", 2**53).state()
+    assert Weights.of_state(state, None, None).reported["a"] == 2**53
+    state["reported"]["a"] += 1
+    with pytest.raises(ArgumentError, match=r"weights: reported\['a'\]: expected at most 2\^53 samples, got 90"):
+        Weights.of_state(state, None, None)
