@@ -25,8 +25,8 @@ __all__ = ["TreePath", "check_bounds", "decode", "encode", "parse_json"]
 
 MAX_DIMENSIONS = 64
 """The largest number of dimensions of a tensor. PyTorch has the same limit."""
-MAX_BLOCKING_VALUES = 2**12
-"""The largest number of values per call of `json.dumps`, which blocks all other threads."""
+JSON_CONSTANTS = {None: "null", False: "false", True: "true"}
+_to_json = json.JSONEncoder().encode
 
 # Limits for data from an untrusted source. They apply if `is_bounded` is set.
 MAX_HEADER_BYTES = 2**24
@@ -66,21 +66,10 @@ def encode(
         >>> encode({"m": [torch.ones(2), (3, math.inf)], "n": {1: b""}}, lambda tensor, path: len(tensor), ValueError)
         '{"m": [{"$tensor": 2}, {"$tuple": [3, {"$float": "inf"}]}], "n": {"$dict": [[1, {"$bytes": ""}]]}}'
     """
-    encoder = _Encoder(tensor_ref, make_error, is_bounded)
     try:
-        return _write_json(encoder.node(tree), encoder.large)
+        return _Encoder(tensor_ref, make_error, is_bounded).text(tree)
     except RecursionError:
         raise make_error("the tree cannot be saved: it is nested too deeply, or contains itself") from None
-
-
-def _write_json(node: Any, large: set[int]) -> str:
-    """Convert an encoded value to JSON text, item by item for the lists and dicts in `large`."""
-    # The set `large` contains ids. A single long call of `json.dumps` would block all other threads.
-    if id(node) not in large:
-        return json.dumps(node)
-    if isinstance(node, list):
-        return f"[{', '.join([_write_json(item, large) for item in node])}]"
-    return f"{{{', '.join([f'{json.dumps(name)}: {_write_json(item, large)}' for name, item in node.items()])}}}"
 
 
 @dataclass
@@ -89,57 +78,55 @@ class _Encoder:
     make_error: Callable[[str], Exception]
     is_bounded: bool
     path: list[str | int] = field(default_factory=list)
-    num_values: int = 0
-    large: set[int] = field(default_factory=set)
 
-    def node(self, value: Any) -> Any:
+    def text(self, value: Any) -> str:
+        """Return the JSON text of a value.
+
+        The text is joined from the texts of the parts of the value, because a single call of `json.dumps` for a large
+        tree would block all other threads.
+        """
         if isinstance(value, np.generic):
             value = value.item()
-        if value is None or isinstance(value, str):
-            return value
+        if isinstance(value, str):
+            return _to_json(value)
+        if value is None or isinstance(value, bool):
+            return JSON_CONSTANTS[value]
         if isinstance(value, int):
             return self._integer(value)
         if isinstance(value, float):
-            return value if math.isfinite(value) else {"$float": float.__repr__(value)}
-        if isinstance(value, bytes):
-            return {"$bytes": b64encode(value).decode()}
-        if isinstance(value, Tensor):
-            return {"$tensor": self._tensor(value)}
+            text = float.__repr__(value)
+            return text if math.isfinite(value) else f'{{"$float": "{text}"}}'
         if type(value) in (list, tuple, dict):
             return self._branch(value)
+        if isinstance(value, bytes):
+            return f'{{"$bytes": "{b64encode(value).decode()}"}}'
+        if isinstance(value, Tensor):
+            return f'{{"$tensor": {json.dumps(self._tensor(value))}}}'
         raise self._type_error(f"a {type(value).__name__}")
 
-    def _branch(self, value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Any:
-        before = self.num_values
-        node: Any
+    def _branch(self, value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> str:
         if not isinstance(value, dict):
-            items: Any = [self._child(i, item) for i, item in enumerate(value)]
-            node = items if isinstance(value, list) else {"$tuple": items}
-        elif all(type(key) is str and key[:1] != "$" for key in value):
-            node = items = {key: self._child(key, item) for key, item in value.items()}
-        else:
-            self._check_keys(value)
-            items = [[key, self._child(key, item)] for key, item in value.items()]
-            node = {"$dict": items}
-        if self.num_values - before > MAX_BLOCKING_VALUES:
-            self.large |= {id(node), id(items)}
-        return node
+            items = f"[{', '.join([self._child(i, item) for i, item in enumerate(value)])}]"
+            return items if isinstance(value, list) else f'{{"$tuple": {items}}}'
+        if all(type(key) is str and key[:1] != "$" for key in value):
+            return f"{{{', '.join([f'{_to_json(key)}: {self._child(key, item)}' for key, item in value.items()])}}}"
+        self._check_keys(value)
+        pairs = [f"[{_to_json(key)}, {self._child(key, item)}]" for key, item in value.items()]
+        return f'{{"$dict": [{", ".join(pairs)}]}}'
 
-    def _child(self, name: str | int, value: Any) -> Any:
-        self.num_values += 1
+    def _child(self, name: str | int, value: Any) -> str:
         self.path.append(name)
         if self.is_bounded and len(self.path) > MAX_DEPTH:
             raise self.make_error(f"the tree cannot be saved: it has more than {MAX_DEPTH} nested branches")
-        node = self.node(value)
+        text = self.text(value)
         self.path.pop()
-        return node
+        return text
 
-    def _integer(self, value: int) -> int:
+    def _integer(self, value: int) -> str:
         try:
-            int.__repr__(value)
+            return int.__repr__(value)
         except ValueError:  # Python limits the number of digits of an integer that it converts to text.
             raise self._type_error("an integer of thousands of digits") from None
-        return value
 
     def _check_keys(self, branches: dict[Any, Any]) -> None:
         numbers = [key for key in branches if not isinstance(key, str)]
