@@ -7,12 +7,11 @@ import json
 import math
 import mmap
 import os
-import threading
 import weakref
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,24 +94,16 @@ class FilePool:
     """
 
     def __init__(self) -> None:
-        self._files: OrderedDict[Path, MappedFile] = OrderedDict()
-        self._lock = threading.Lock()
+        # Tensors in use keep the memory of a released file alive.
+        self._map = lru_cache(MAX_OPEN_FILES)(MappedFile)
 
     def get(self, path: Path) -> MappedFile:
         """Return the mapped file of a path. If necessary, map the file first."""
-        with self._lock:  # A second thread reads ahead.
-            if path not in self._files:
-                # The files are in the order of their last use. Tensors in use keep the memory of a removed file alive.
-                while len(self._files) >= MAX_OPEN_FILES:
-                    self._files.popitem(last=False)
-                self._files[path] = MappedFile(path)
-            self._files.move_to_end(path)
-            return self._files[path]
+        return self._map(path)
 
     def close(self) -> None:
         """Release all files."""
-        with self._lock:
-            self._files.clear()
+        self._map.cache_clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,20 +361,15 @@ def _find_files(name: str, place: Path) -> tuple[list[Path], dict[str, str] | No
         return [place], None
     if not place.is_dir():
         raise ArgumentError(f"{name}: expected an existing file or folder, got {short_repr(str(place))}")
-    # The default names have precedence, because a folder can also contain other safetensors files.
     indices = sorted(place.glob(f"*{INDEX_SUFFIX}"))
     files = sorted(place.glob(f"*{FILE_SUFFIX}"))
-    for default in DEFAULT_NAMES:
-        if place / f"{default}{INDEX_SUFFIX}" in indices:
-            return _read_index(place / f"{default}{INDEX_SUFFIX}")
-        if place / f"{default}{FILE_SUFFIX}" in files:
-            return [place / f"{default}{FILE_SUFFIX}"], None
-    if len(indices) == 1:
-        return _read_index(indices[0])
-    if len(files) == 1:
-        return files, None
-    given = f"{len(files)} files and {len(indices)} indices"
-    raise ArgumentError(f"{name}: expected one {FILE_SUFFIX} file or one index in {str(place)!r}, got {given}")
+    # The default names have precedence, because a folder can also contain other safetensors files.
+    defaults = [place / f"{default}{suffix}" for default in DEFAULT_NAMES for suffix in (INDEX_SUFFIX, FILE_SUFFIX)]
+    found = [path for path in defaults if path in (*indices, *files)][:1] or (indices if len(indices) == 1 else files)
+    if len(found) != 1:
+        given = f"{len(files)} files and {len(indices)} indices"
+        raise ArgumentError(f"{name}: expected one {FILE_SUFFIX} file or one index in {str(place)!r}, got {given}")
+    return _read_index(found[0]) if found[0] in indices else (found, None)
 
 
 def _read_index(path: Path) -> tuple[list[Path], dict[str, str]]:
@@ -427,7 +413,8 @@ def _read_header(path: Path) -> tuple[dict[str, str], list[TensorEntry], list[An
         if type(metadata) is not dict or any(type(text) is not str for text in metadata.values()):
             raise ValueError("expected metadata that are strings")
         "".join([*lines, *metadata, *metadata.values()]).encode()  # JSON can contain text that UTF-8 cannot encode.
-        entries = [*_shifted(parse_entries(lines, FOREIGN_DTYPES), 8 + length)]
+        # The positions in the header do not include the header itself.
+        entries = [entry._replace(begin=entry.begin + 8 + length) for entry in parse_entries(lines, FOREIGN_DTYPES)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not a safetensors file: {error}") from None
     if (end := entries[-1].begin + entries[-1].num_bytes if entries else 8 + length) != status.st_size:
@@ -435,11 +422,6 @@ def _read_header(path: Path) -> tuple[dict[str, str], list[TensorEntry], list[An
     # Size, time and header detect a change without reading the tensors.
     stamp = [str(path.resolve()), status.st_size, status.st_mtime_ns, zlib.crc32(header)]
     return metadata, entries, stamp
-
-
-def _shifted(entries: Iterator[TensorEntry], offset: int) -> Iterator[TensorEntry]:
-    """Yield entries whose positions refer to the whole file instead of to the end of the header."""
-    yield from (entry._replace(begin=entry.begin + offset) for entry in entries)
 
 
 def merged_adapter_config(checkpoints: Sequence[CheckpointFiles], tensor_ranks: Sequence[int]) -> dict[str, Any] | None:

@@ -2,9 +2,10 @@
 
 import math
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -187,9 +188,8 @@ class _Run:
         self.plan = plan
         self.draft = draft
         self._buffers = Buffers()
-        self._numbers: dict[tuple[int, bool], list[np.ndarray]] = {}
+        self._numbers: defaultdict[tuple[int, bool], list[np.ndarray]] = defaultdict(list)
         self._means: dict[int, Mean] = {}
-        self._model_mean: Mean | None = None
 
     def compute(self, step: Step) -> list[float]:
         """Carry out one step, and return the numbers to record."""
@@ -201,7 +201,7 @@ class _Run:
 
     def add(self, step: Step, numbers: np.ndarray) -> None:
         """Add the recorded numbers of a step."""
-        self._numbers.setdefault((step.part, step.is_write), []).append(numbers)
+        self._numbers[step.part, step.is_write].append(numbers)
 
     def info(self, files: Sequence[str]) -> MergeInfo:
         """Return the result of the merge after its last step.
@@ -211,7 +211,7 @@ class _Run:
         """
         plan = self.plan
         certificates = [self._certificate(i) for i, part in enumerate(plan.parts) if part.kind != "copied"]
-        shared = self._mean_of_model() if plan.scope == "model" else None
+        shared = self._mean_of_model if plan.scope == "model" else None
         model = total_certificate(certificates, plan.method, self._products_of_model(), shared)
         return MergeInfo(
             method=plan.method.name,
@@ -232,7 +232,7 @@ class _Run:
         if not part.has_gram_step:
             return part.method.solve(None)
         if self.plan.scope == "model":
-            return self._mean_of_model()
+            return self._mean_of_model
         # The first step of a part computes the coefficients, and its later steps use them again.
         if index not in self._means:
             try:
@@ -241,16 +241,15 @@ class _Run:
                 raise ArgumentError(f"{part.label}: {error}") from None
         return self._means[index]
 
+    @cached_property
     def _mean_of_model(self) -> Mean:
-        """Return the mean whose coefficients all flat tensors and LoRA factors share."""
-        if self._model_mean is None:
-            self._model_mean = self.plan.method.solve(self._products_of_model())
-        return self._model_mean
+        """The mean whose coefficients all flat tensors and LoRA factors share."""
+        return self.plan.method.solve(self._products_of_model())
 
     def _sums(self, index: int, is_write: bool) -> list[float]:
         """Return the sums of the recorded numbers over all steps of a part, each rounded once."""
         # The result of `fsum` does not depend on the order of the steps, so a resumed merge computes the same bits.
-        parts = self._numbers.get((index, is_write), [])
+        parts = self._numbers[index, is_write]
         return [math.fsum(column) for column in np.stack(parts).T.tolist()] if parts else []
 
     def _products(self, index: int) -> InnerProducts:
@@ -304,13 +303,12 @@ class _ReadAhead:
 
     def __init__(self, plan: MergePlan, draft: MergeDraft) -> None:
         self._plan = plan
-        seen: set[tuple[int, int]] = set()
         # The first read of a range comes from the disk. The second read usually comes from the page cache.
-        self._pending: deque[tuple[int, Step]] = deque()
+        firsts: dict[Any, int] = {}
         for i, step in enumerate(plan.steps):
-            if i not in draft.records and (plan.scope == "model" or (step.part, step.start) not in seen):
-                seen.add((step.part, step.start))
-                self._pending.append((i, step))
+            if i not in draft.records:
+                firsts.setdefault(i if plan.scope == "model" else (step.part, step.start), i)
+        self._pending = deque(firsts.values())
         self._ahead: deque[tuple[int, int]] = deque()
         self._size = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge-read")
@@ -327,11 +325,11 @@ class _ReadAhead:
             self._size -= self._ahead.popleft()[1]
         # Pages that are read much too early could be evicted from the page cache before their step.
         while self._pending and self._size < PREFETCH_BYTES:
-            i, step = self._pending.popleft()
+            i = self._pending.popleft()
             if i <= index:
                 continue
+            step = self._plan.steps[i]
             part = self._plan.parts[step.part]
-            size = part.num_bytes(step.start, step.stop)
-            self._ahead.append((i, size))
-            self._size += size
+            self._ahead.append((i, part.num_bytes(step.start, step.stop)))
+            self._size += self._ahead[-1][1]
             self._worker.submit(part.prefetch, step.start, step.stop)

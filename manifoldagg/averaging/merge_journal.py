@@ -7,11 +7,11 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from torch import Tensor
@@ -25,7 +25,6 @@ __all__ = ["MergeDraft"]
 
 BATCH_BYTES = 1 << 26
 """The number of written bytes after which the files and then the journal are synced."""
-Numbers = np.ndarray
 
 
 class MergeDraft:
@@ -58,13 +57,13 @@ class MergeDraft:
                 self._lock = FileLock(self.folder / "lock")
             except BlockingIOError:
                 raise BusyError(f"out: {plan.out}: another process is writing this merge") from None
-        self.records: dict[int, Numbers] = {}
-        self._descriptors: dict[int, int] = {}
+        self.records: dict[int, np.ndarray] = {}
+        self._files = ExitStack()
+        self._descriptors: list[int] = []
         self._lines: list[bytes] = []
         self._dirty: set[int] = set()
         self._size = 0
         self._commit: Future[None] | None = None
-        self._journal = -1
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge-sync")
         try:
             with os_errors(f"{self.folder}: could not be written"):
@@ -76,19 +75,13 @@ class MergeDraft:
     def __enter__(self) -> "MergeDraft":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Wait for running writes and close the files. The draft remains on the disk."""
         self._worker.shutdown()
-        for descriptor in (*self._descriptors.values(), self._journal):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._descriptors = {}
-        self._journal = -1
+        self._files.close()
         self._lock.close()
 
     def write(self, name: str, offset: int, values: Tensor) -> None:
@@ -175,8 +168,7 @@ class MergeDraft:
         """Open or create the journal and the shards (the output files), and read the journal."""
         if not resume:
             self._clear()
-        path = self.folder / "journal"
-        self._journal = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._journal = self._open_file("journal", 0o600)
         found = self._read_journal()
         if found is not None and found != self.plan.fingerprint:
             raise ArgumentError(
@@ -201,15 +193,21 @@ class MergeDraft:
             if path.name != "lock":
                 path.unlink()
 
+    def _open_file(self, name: str, mode: int) -> int:
+        """Open or create a file of the draft, which `close` closes. Return its descriptor."""
+        descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, mode)
+        self._files.callback(os.close, descriptor)
+        return descriptor
+
     def _open_shard(self, i: int) -> bool:
         """Open a shard, and return whether it already existed in its final size."""
         shard = self.plan.shards[i]
         path = self.folder / shard.name
         existed = path.exists() and path.stat().st_size == shard.size
         # The mode is 0666 without the bits of the umask, as for other new files.
-        file = self._descriptors[i] = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._descriptors.append(self._open_file(shard.name, 0o666))
         if not existed:
-            self._allocate(file, shard.size)
+            self._allocate(self._descriptors[i], shard.size)
         # A killed process may have written a part of the header. Writing the header again writes the same bytes.
         self._pwrite(i, memoryview(shard.header), 0)
         self._dirty.add(i)
@@ -267,8 +265,7 @@ class MergeDraft:
             # A record must not reach the disk before the bytes that it describes.
             for descriptor in dirty:
                 os.fsync(descriptor)
-            write: Callable[[memoryview], int] = lambda piece: os.write(self._journal, piece)  # noqa: E731
-            write_all(write, memoryview(lines), 0)
+            write_all(partial(os.write, self._journal), memoryview(lines), 0)
             os.fsync(self._journal)
 
 

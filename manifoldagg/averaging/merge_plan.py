@@ -127,12 +127,17 @@ class Part:
         for start in range(0, self.size, width):
             yield start, min(start + width, self.size)
 
+    def ranges(self, start: int, stop: int) -> Iterator[tuple[StoredTensor, int, int]]:
+        """Yield the tensors of all models that a step reads, each with its range of entries."""
+        for column in self.tensors:
+            for i in self.used:
+                # A step reads the factors of a pair as a whole.
+                yield (column[i], 0, column[i].size) if self.kind == "factors" else (column[i], start, stop)
+
     def num_bytes(self, start: int, stop: int) -> int:
         """The number of bytes of a range in all models that are read."""
-        if self.kind == "factors":
-            return sum(column[i].entry.num_bytes for column in self.tensors for i in self.method.used)
-        count = 1 if self.kind == "copied" and self.size == 1 else len(self.method.used)
-        return count * (stop - start) * self.tensors[0][0].entry.dtype.itemsize
+        sizes = [(b - a) * tensor.entry.dtype.itemsize for tensor, a, b in self.ranges(start, stop)]
+        return sizes[0] if self.kind == "copied" and self.size == 1 else sum(sizes)
 
     def result_bytes(self, start: int, stop: int) -> int:
         """The number of bytes of a range in the result."""
@@ -142,15 +147,13 @@ class Part:
 
     def prefetch(self, start: int, stop: int) -> None:
         """Ask the operating system to read a range of entries of all models, without waiting for it."""
-        for column in self.tensors:
-            for i in self.method.used:
-                column[i].prefetch(*((0, column[i].size) if self.kind == "factors" else (start, stop)))
+        for tensor, a, b in self.ranges(start, stop):
+            tensor.prefetch(a, b)
 
     def release(self, start: int, stop: int) -> None:
         """Release a range of entries of all models from the memory of the process."""
-        for column in self.tensors:
-            for i in self.method.used:
-                column[i].release(*((0, column[i].size) if self.kind == "factors" else (start, stop)))
+        for tensor, a, b in self.ranges(start, stop):
+            tensor.release(a, b)
 
 
 class Step(NamedTuple):

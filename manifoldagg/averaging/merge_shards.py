@@ -51,21 +51,16 @@ def divide_into_shards(
         check_count("shard_size", shard_size)
         if file is not None:
             raise ArgumentError("shard_size: expected None, because out is a single file; use a folder")
-        groups = _groups_by_size([entries[n] for n in first.tensors], shard_size)
-    elif file is None and len(first.shards) > 1:
-        groups = [[entries[n] for n in names] for names in first.shards.values()]
+    if shard_size is None and file is None and len(first.shards) > 1:
+        shards = first.shards
     else:
-        groups = [[entries[n] for n in first.tensors]]
-    stem = _stem(first)
-    if file is not None:
-        labels = [file]
-    elif shard_size is None and len(first.shards) > 1:
-        labels = [*first.shards]
-    elif len(groups) == 1:
-        labels = [f"{stem}.safetensors"]
-    else:
+        groups = [[*first.tensors]] if shard_size is None else _groups_by_size(first, entries, shard_size)
+        stem = _stem(first)
         labels = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    return tuple(_shard(label, group, first.metadata) for label, group in zip(labels, groups, strict=True))
+        if len(groups) == 1:
+            labels = [file or f"{stem}.safetensors"]
+        shards = dict(zip(labels, groups, strict=True))
+    return tuple(_shard(label, [entries[n] for n in names], first.metadata) for label, names in shards.items())
 
 
 def _stem(first: CheckpointFiles) -> str:
@@ -74,19 +69,19 @@ def _stem(first: CheckpointFiles) -> str:
     return "adapter_model" if file.startswith("adapter_model") else "model"
 
 
-def _groups_by_size(entries: Sequence[TensorEntry], shard_size: int) -> list[list[TensorEntry]]:
-    """Group consecutive tensors into shards of at most `shard_size` bytes.
+def _groups_by_size(first: CheckpointFiles, entries: Mapping[str, TensorEntry], shard_size: int) -> list[list[str]]:
+    """Group the names of consecutive tensors into shards of at most `shard_size` bytes.
 
     A tensor that is larger than `shard_size` gets a shard of its own.
     """
-    groups: list[list[TensorEntry]] = [[]]
+    groups: list[list[str]] = [[]]
     size = 0
-    for entry in entries:
-        if groups[-1] and size + entry.num_bytes > shard_size:
+    for name in first.tensors:
+        if groups[-1] and size + entries[name].num_bytes > shard_size:
             groups.append([])
             size = 0
-        groups[-1].append(entry)
-        size += entry.num_bytes
+        groups[-1].append(name)
+        size += entries[name].num_bytes
     return groups
 
 
