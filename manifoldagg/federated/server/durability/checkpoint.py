@@ -5,8 +5,8 @@ import logging
 import platform
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -275,7 +275,6 @@ class LoadedCheckpoint:
                 `None` if this memory is not reused.
         """
         tree = self._tree
-        limits = fresh.limits
         self._keeps_rule_state = self._is_same_rule_class and has_structure(tree["state"], fresh.model_state.state)
         now = ModelState(
             fresh.model_state.current,
@@ -286,29 +285,21 @@ class LoadedCheckpoint:
             tree["norms"],
         )
         later = time - tree["time"]
-        tickets: PersistentOrderedMap[str, PendingTicket] = PersistentOrderedMap()
-        for name, *fields in tree["tickets"]:
-            ticket = PendingTicket(*fields)
-            # If the clock was set back before the snapshot, the age is negative. The age then becomes zero.
-            tickets = tickets.set(name, ticket._replace(issued_at=min(ticket.issued_at + later, time)))
-        closed: PersistentOrderedMap[str, ClosedTicket] = PersistentOrderedMap()
-        for name, client, receipt in tree["closed_tickets"]:
-            closed = closed.set(name, ClosedTicket(client, Receipt(**receipt)), limits.receipt_cache_size)
-        heads = tree["history"]["heads"]
-        lines = tree["history"]["lines"]
+        saved_tickets = [(name, PendingTicket(*fields)) for name, *fields in tree["tickets"]]
+        # If the clock was set back before the snapshot, the age is negative. The age then becomes zero.
+        tickets = {name: each._replace(issued_at=min(each.issued_at + later, time)) for name, each in saved_tickets}
+        closed = [(name, ClosedTicket(client, Receipt(**receipt))) for name, client, receipt in tree["closed_tickets"]]
+        # The limits of the new server may be smaller than those of the saved server.
+        rows = deque(_decode_rows(tree["history"]), fresh.limits.history_size)
         # The rows keep their numbers, which start above 0 if the server has discarded older rows.
-        first = tree["updates"] - len(lines)
-        history: PersistentOrderedMap[int, HistoryRow] = PersistentOrderedMap(first_index=first, next_index=first)
-        for head, *values in lines:
-            row = dict(zip(heads[head], values, strict=True))
-            history = history.set(history.next_index, row, limits.history_size)
+        first = tree["updates"] - len(rows)
         state = fresh._replace(
             model_state=now,
             weights=Weights.of_state(tree["weights"], weights, fresh.weights.cap_factor),
             store=self._restore_store(fresh, tickets, on_free),
-            tickets=tickets,
-            closed_tickets=closed,
-            history=history,
+            tickets=PersistentOrderedMap.of(tickets.items()),
+            closed_tickets=PersistentOrderedMap.of(deque(closed, fresh.limits.receipt_cache_size)),
+            history=PersistentOrderedMap.of(enumerate(rows, first), first),
             rejected=Map(tree["rejected"]),
             last_issued_at=time,
         )
@@ -427,3 +418,9 @@ def _encode_rows(rows: list[HistoryRow]) -> dict[str, Any]:
     heads: dict[tuple[str, ...], int] = {}
     lines = [[heads.setdefault(tuple(row), len(heads)), *row.values()] for row in rows]
     return {"heads": [*heads], "lines": lines}
+
+
+def _decode_rows(tree: Mapping[str, Any]) -> Iterator[HistoryRow]:
+    """Yield the rows that `_encode_rows` has encoded."""
+    for head, *values in tree["lines"]:
+        yield dict(zip(tree["heads"][head], values, strict=True))

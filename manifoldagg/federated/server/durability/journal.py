@@ -188,7 +188,7 @@ class JournalWriter:
         """
         self.open_segment(first_lsn, snapshot)
         self._delete_segments(first_lsn)
-        records: PersistentOrderedMap[int, LogRecord] = PersistentOrderedMap(None, None, first_lsn, first_lsn)
+        records: PersistentOrderedMap[int, LogRecord] = PersistentOrderedMap.of((), first_lsn)
         log = PendingLog(self._name, self._name, records, self._state.value.rejected)
         self._state.update(lambda now: (now._replace(pending_log=log), None))
 

@@ -1,6 +1,6 @@
 """An immutable, ordered map, and an atomic reference to an immutable value."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from immutables import Map
@@ -35,15 +35,23 @@ class PersistentOrderedMap(Mapping[K, V]):
 
     def __init__(
         self,
-        entries: Map[K, tuple[int, V]] | None = None,
-        keys: Map[int, K] | None = None,
+        entries: Map[K, tuple[int, V]] = Map(),
+        keys: Map[int, K] = Map(),
         first_index: int = 0,
         next_index: int = 0,
     ) -> None:
-        self.entries: Map[K, tuple[int, V]] = Map() if entries is None else entries
-        self._keys: Map[int, K] = Map() if keys is None else keys
+        self.entries = entries
+        self._keys = keys
         self._first = first_index
         self.next_index = next_index
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[K, V]], first_index: int = 0) -> "PersistentOrderedMap[K, V]":
+        """Return a map of pairs with distinct keys. The first pair has the position `first_index`."""
+        placed = [*enumerate(pairs, first_index)]
+        entries = Map({key: (place, value) for place, (key, value) in placed})
+        keys = Map({place: key for place, (key, _) in placed})
+        return cls(entries, keys, first_index, first_index + len(placed))
 
     def __getitem__(self, key: K) -> V:
         return self.entries[key][1]
