@@ -86,13 +86,15 @@ def qualified_name(name: str, function: Any) -> str | None:
     )
 
 
-def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
+def first_difference(name: str, saved: Tree, current: Tree, *, are_fields: bool = False) -> str | None:
     """Describe the first difference between two fingerprints. If they are equal, return `None`.
 
     Args:
         name: the name of the value at the start of the description.
         saved: the fingerprint in the checkpoint.
         current: the fingerprint of the current value.
+        are_fields: whether the fingerprints are the fields of an object, which the description names. Recursive calls
+            set this argument.
 
     Example:
         >>> from manifoldagg.federated.staleness import Polynomial
@@ -100,8 +102,12 @@ def first_difference(name: str, saved: Tree, current: Tree) -> str | None:
         'staleness: a: was 0.5, got 0.7'
     """
     if isinstance(saved, dict) and isinstance(current, dict) and saved.keys() == current.keys():
-        found = (_entry_difference(name, key, saved[key], current[key]) for key in saved)
-        return next(filter(None, found), None)
+        for key in saved:
+            label = f"{name}: {key}" if are_fields else name
+            is_content = key == "fields" and not are_fields
+            if difference := first_difference(label, saved[key], current[key], are_fields=is_content):
+                return difference
+        return None
     if isinstance(saved, list) and isinstance(current, list) and saved and current:
         pairs = enumerate(zip(saved, current, strict=False))
         found = (first_difference(f"{name}[{i}]", old, new) for i, (old, new) in pairs)
@@ -144,15 +150,6 @@ def _privacy_options(rule: Tree) -> tuple[Tree, Tree] | None:
     if "clip" in fields and "noise" in fields:
         return fields["clip"], fields["noise"]
     return _privacy_options(fields["rule"]) if "rule" in fields else None
-
-
-def _entry_difference(name: str, key: str, saved: Tree, current: Tree) -> str | None:
-    """Compare the values of one key in two nested dicts, and describe the first difference."""
-    # The key "fields" contains the fields of an object. The description then names the field that differs.
-    if key == "fields" and saved.keys() == current.keys():
-        found = (first_difference(f"{name}: {field}", saved[field], current[field]) for field in saved)
-        return next(filter(None, found), None)
-    return first_difference(name, saved, current)
 
 
 def _fingerprint(name: str, value: Any) -> Tree:
