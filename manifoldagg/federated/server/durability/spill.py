@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import deque
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -99,9 +99,15 @@ class SpilledTree:
         self._devices = tuple(tensor.device for tensor in found)
         # The template contains meta tensors, which have the shapes and dtypes of the tensors but no values.
         self._template = tree_map(tree, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        length = checksum = 0
         with open_unlinked(folder) as file:
-            length, self._checksum = _write_tensors(file, found)
+            for tensor in found:
+                data = tensor_bytes(tensor)
+                padding = memoryview(bytes(-data.nbytes % ALIGNMENT))
+                checksum = write_all(file.write, padding, write_all(file.write, data, checksum))
+                length += data.nbytes + padding.nbytes
             self._storage = _map_file(file, length)
+        self._checksum = checksum
         _SPILLED.add(self)
 
     def load(self, *, copy: bool = True) -> Tree:
@@ -119,19 +125,17 @@ class SpilledTree:
         data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._storage)
         if zlib.crc32(data.numpy().data) != self._checksum:
             raise SpillError(f"spill: {self._folder}: a spilled tree was altered: its checksum differs")
-        mapped = zip(self._map_tensors(), self._devices, strict=True)
+        leaves: deque[Tensor] = deque()
+        start = 0
         try:
-            leaves = iter([tensor.to(device, copy=copy) for tensor, device in mapped])
+            for form, device in zip(tensors(self._template), self._devices, strict=True):
+                storage = self._storage[start : start + form.nbytes]
+                mapped = torch.empty(0, dtype=form.dtype, device="cpu").set_(storage, 0, form.shape, form.stride())
+                leaves.append(mapped.to(device, copy=copy))
+                start += form.nbytes + -form.nbytes % ALIGNMENT
         except (MemoryError, RuntimeError) as error:
             raise SpillError(f"spill: {self._folder}: a tree cannot be loaded: {error}", temporary=True) from error
-        return tree_map(self._template, lambda _: next(leaves))
-
-    def _map_tensors(self) -> Iterator[Tensor]:
-        start = 0
-        for form in tensors(self._template):
-            storage = self._storage[start : start + form.nbytes]
-            yield torch.empty(0, dtype=form.dtype, device="cpu").set_(storage, 0, form.shape, form.stride())
-            start += form.nbytes + -form.nbytes % ALIGNMENT
+        return tree_map(self._template, lambda _: leaves.popleft())
 
     def __repr__(self) -> str:
         return f"SpilledTree(size={self.size})"
@@ -193,14 +197,3 @@ def _unsupported_reason(tensor: Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         return str(tensor.layout)
     return "on the meta device" if tensor.is_meta else "quantised" if tensor.is_quantized else None
-
-
-def _write_tensors(file: FileIO, leaves: Sequence[Tensor]) -> tuple[int, int]:
-    """Write tensors to a file, and return the number and the checksum of the written bytes."""
-    length = checksum = 0
-    for tensor in leaves:
-        data = tensor_bytes(tensor)
-        padding = memoryview(bytes(-data.nbytes % ALIGNMENT))
-        checksum = write_all(file.write, padding, write_all(file.write, data, checksum))
-        length += data.nbytes + padding.nbytes
-    return length, checksum
