@@ -243,14 +243,10 @@ def new_figure(width: float = 6.4, height: float = 4.8) -> Any:
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
-def _draft_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.urandom(8).hex()}{DRAFT_SUFFIX}")
-
-
 @contextmanager
 def _draft_folder(path: Path) -> Iterator[Path]:
     """Create a locked folder next to `path`, and remove the folder afterwards."""
-    folder = _draft_path(path)
+    folder = path.with_name(f".{path.name}.{os.urandom(8).hex()}{DRAFT_SUFFIX}")
     lock = -1
     try:
         while lock < 0:

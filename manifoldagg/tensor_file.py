@@ -166,14 +166,12 @@ def load(path: str | Path, kind: str) -> Any:
     if not isinstance(path, str | Path):
         raise ArgumentError(f"path: expected a path, got {short_repr(path)}")
     try:
-        with open(path, "rb") as file:
+        with os_errors("cannot be read"), open(path, "rb") as file:
             return load_from(file, kind, os.fstat(file.fileno()).st_size)
-    except OSError as error:
-        why = f"cannot be read: {error.strerror or error}"
     except CheckpointError as error:
-        why = str(error)
-    older = older_files(Path(path))
-    raise CheckpointError(f"{path}: {why}" + (f"; an older file is {older[0]}" if older else ""))
+        older = older_files(Path(path))
+        hint = f"; an older file is {older[0]}" if older else ""
+        raise CheckpointError(f"{path}: {error}{hint}") from error
 
 
 def load_from(file: BufferedReader, kind: str, size: int, *, allow_trailing: bool = False) -> Any:

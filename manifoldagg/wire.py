@@ -97,7 +97,7 @@ def pack(
         (torch.Size([1, 4]), 10, {'loss': 0.5})
     """
     kind = type(value).__name__.lower()
-    if KINDS.get(kind) is not type(value) or not isinstance(value, Message | Payload | Receipt | Ticket):
+    if KINDS.get(kind) is not type(value):
         raise ArgumentError(f"value: expected a Message, Payload, Receipt or Ticket, got {type(value).__name__}")
     if spec is None and isinstance(value, Ticket) and isinstance(value.space, ParameterSpace):
         spec = value.space
