@@ -21,9 +21,9 @@ from manifoldagg.experiments.plays import shakespeare
 from manifoldagg.experiments.readers import LABEL_SET_FIELDS, PARTS, read_images, read_text, with_model
 from manifoldagg.experiments.spec_parser import (
     Reader,
+    bind,
     choose,
     error_context,
-    parse_kwargs,
     parse_spec,
     parse_value,
     reader,
@@ -368,9 +368,7 @@ def _model_factory(text: str, signature: Signature) -> Callable[[], nn.Module]:
     """Return a function that builds the named model for a data set."""
     chosen = parse_spec("model", text)
     make = getattr(models, choose("model", "model", chosen.name, MODELS))
-    made = partial(
-        make, signature, **parse_kwargs(f"model: {chosen.name}", make, chosen.options, excluded=("signature",))
-    )
+    made = partial(bind(f"model: {chosen.name}", make, chosen.options, ("signature",)), signature)
     with error_context(f"model: {chosen.name}"):
         seeded_model(made, 0)
     return made
@@ -385,8 +383,7 @@ DATASETS: Mapping[str, Reader] = {
 
 
 def _read_cropflip(where: str, options: Mapping[str, str]) -> Augmentation:
-    make = augmentations.cropflip
-    made: Augmentation = partial(make, **parse_kwargs(where, make, options, excluded=("inputs", "labels", "generator")))
+    made: Augmentation = bind(where, augmentations.cropflip, options, ("inputs", "labels", "generator"))
     with error_context(where):
         made(torch.zeros(1, 1, 1, 1), torch.zeros(1), torch.Generator())
     return made

@@ -1,6 +1,5 @@
 """Registry of methods by name. A method combines a rule with a trainer, and both have default options."""
 
-import abc
 import csv
 import inspect
 import tomllib
@@ -21,6 +20,7 @@ from manifoldagg.experiments.spec_parser import (
     MODULE_NAME,
     Reader,
     Spec,
+    bind,
     build,
     choose,
     error_context,
@@ -45,16 +45,8 @@ RULE_CLASSES = {name.lower(): made for name in rules.__all__ if hasattr(made := 
 TRAINER_CLASSES = {name.lower(): made for name in trainers.__all__ if hasattr(made := getattr(trainers, name), "train")}
 
 
-class PerClients(abc.ABC):
-    """A value that depends on the participating clients."""
-
-    @abc.abstractmethod
-    def __call__(self, clients: Sequence[int]) -> Any:
-        """Return the value for these clients."""
-
-
 @dataclass(frozen=True)
-class NumClients(PerClients):
+class NumClients:
     """The number of participating clients."""
 
     def __call__(self, clients: Sequence[int]) -> int:
@@ -62,7 +54,7 @@ class NumClients(PerClients):
 
 
 @dataclass(frozen=True)
-class UniformShares(PerClients):
+class UniformShares:
     """A routing with equal shares for all clients."""
 
     def __call__(self, clients: Sequence[int]) -> dict[int, float]:
@@ -70,7 +62,7 @@ class UniformShares(PerClients):
 
 
 @dataclass(frozen=True)
-class Factory(PerClients):
+class Factory:
     """A deferred call of `make` with arguments that depend on the participating clients."""
 
     make: Callable[..., Any]
@@ -81,6 +73,10 @@ class Factory(PerClients):
             name: value(clients) if isinstance(value, PerClients) else value for name, value in self.options.items()
         }
         return self.make(**ready)
+
+
+PerClients = NumClients | UniformShares | Factory
+"""A value that depends on the participating clients."""
 
 
 def _load_defaults(table: str) -> dict[str, Mapping[str, str]]:
@@ -348,10 +344,10 @@ def _trainer_reader(name: str) -> Reader:
 
 def _optimizer_reader(make: Callable[..., Any]) -> Reader:
     def read(where: str, options: Mapping[str, str]) -> Any:
-        given = parse_kwargs(where, make, options, excluded=("params", "lr"))
+        bound = bind(where, make, options, ("params", "lr"))
         with error_context(where, TypeError, ValueError, RuntimeError):
-            make([nn.Parameter(torch.zeros(1))], lr=1e-3, **given)
-        return partial(make, **given) if given else make
+            bound([nn.Parameter(torch.zeros(1))], lr=1e-3)
+        return bound if options else make
 
     return read
 

@@ -23,6 +23,7 @@ __all__ = [
     "OptionReaders",
     "Reader",
     "Spec",
+    "bind",
     "build",
     "choose",
     "error_context",
@@ -92,26 +93,24 @@ def parse_specs(where: str, text: str, known: Collection[str] | None = None) -> 
     found: list[tuple[str, dict[str, str]]] = []
     for piece in filter(None, map(str.strip, text.split(","))):
         name, _, rest = map(str.strip, piece.partition(":"))
-        if "=" in name:
-            if not found:
-                raise ArgumentError(f"{where}: expected a name before its options, got {text!r}")
-            rest = piece
-        elif not name:
+        if not name:
             raise ArgumentError(f"{where}: expected a name before the colon, got {piece!r}")
+        if "=" in name:
+            rest = piece
         else:
             attribute, _, further = map(str.strip, rest.partition(":"))
             if known is not None and attribute and "=" not in attribute and _is_module(name, known):
-                name = f"{name}:{attribute}"
-                rest = further
+                name, rest = f"{name}:{attribute}", further
             found.append((name, {}))
-        if not rest:
-            continue
-        option, equals, value = map(str.strip, rest.partition("="))
-        option, value = (option, value) if equals else ("", option)
-        name, options = found[-1]
-        if option in options:
-            raise ArgumentError(f"{where}: {name}: {option} is given twice")
-        options[option] = value
+        if not found:
+            raise ArgumentError(f"{where}: expected a name before its options, got {text!r}")
+        if rest:
+            option, equals, value = map(str.strip, rest.partition("="))
+            option, value = (option, value) if equals else ("", option)
+            name, options = found[-1]
+            if option in options:
+                raise ArgumentError(f"{where}: {name}: {option} is given twice")
+            options[option] = value
     if not found:
         raise ArgumentError(f"{where}: expected a name, got {text!r}")
     return [Spec(name, options) for name, options in found]
@@ -190,28 +189,20 @@ def parse_kwargs(
         for name, parameter in inspect.signature(factory).parameters.items()
         if name not in excluded and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
-    result = dict(defaults or {})
-    given: dict[str, str | None] = {}
-    inner: dict[str, dict[str, str]] = {}
+    # For each parameter, the text of its value has the key "", and its own options have their names.
+    given: dict[str, dict[str, str]] = {}
     for option, text in options.items():
-        head, dot, tail = option.partition(".")
-        if not option and parameters:
-            head = next(iter(parameters))
-        choose(where, "option", head, parameters)
-        if dot and not tail:
-            raise ArgumentError(f"{where}: {head}: expected one of its options behind the dot, got {option!r}")
-        if not dot and given.get(head) is not None:
-            raise ArgumentError(f"{where}: {head} is given twice")
-        if dot:
-            inner.setdefault(head, {})[tail] = text
-            given.setdefault(head, None)
-        else:
-            given[head] = text
-    before = _default_arguments(factory) | result
-    for option, written in given.items():
-        result[option] = _parse_option(
-            where, parameters[option], written, inner.get(option, {}), before.get(option), option_readers or {}
-        )
+        name, dot, inner = (option or next(iter(parameters), "")).partition(".")
+        choose(where, "option", name, parameters)
+        if dot and not inner:
+            raise ArgumentError(f"{where}: {name}: expected one of its options behind the dot, got {option!r}")
+        if inner in given.setdefault(name, {}):
+            raise ArgumentError(f"{where}: {name} is given twice")
+        given[name][inner] = text
+    result = dict(defaults or {})
+    for name, texts in given.items():
+        default = result[name] if name in result else _default(factory, parameters[name])
+        result[name] = _parse_option(where, parameters[name], texts, default, option_readers or {})
     required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     if missing := [name for name in required if name not in result]:
         raise ArgumentError(f"{where}: expected {', '.join(f'{name}=...' for name in missing)}")
@@ -219,26 +210,21 @@ def parse_kwargs(
 
 
 def _parse_option(
-    where: str,
-    parameter: inspect.Parameter,
-    text: str | None,
-    options: Mapping[str, str],
-    default: Any,
-    option_readers: OptionReaders,
+    where: str, parameter: inspect.Parameter, texts: Mapping[str, str], default: Any, option_readers: OptionReaders
 ) -> Any:
-    """Parse the text of an option. Without a text, apply `options` to the default object."""
+    """Parse the text of a parameter, which has the key "". Without it, apply the options to the default object."""
     here = f"{where}: {parameter.name}"
     readers = option_readers.get(parameter.name, {})
+    options = dict(texts)
+    text = options.pop("", None)
     if text is None:
         if not is_dataclass(default):
             raise ArgumentError(f"{here}: expected its name")
         kind: Any = type(default)
         return build(here, kind, options, option_readers=option_readers, defaults=field_values(default))
     name, colon, first = map(str.strip, text.partition(":"))
-    if text in readers:
-        return readers[text](here, options)
-    if colon and name in readers:
-        return readers[name](here, {"": first, **options})
+    if name in readers:
+        return readers[name](here, {"": first, **options} if colon else options)
     if colon and MODULE_NAME in readers:
         if not _is_module(name, readers):
             choose(where, parameter.name, name, readers)
@@ -253,6 +239,13 @@ def _parse_option(
             raise ArgumentError(f"{here}: expected a number, or one of {', '.join(readers)}; got {text!r}")
         choose(where, parameter.name, text, readers)
     return value
+
+
+def _default(factory: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """Return the default of a parameter. The signature of a dataclass shows a placeholder for a default factory."""
+    field_factories = {one.name: one.default_factory for one in fields(factory)} if is_dataclass(factory) else {}
+    make = field_factories.get(parameter.name, MISSING)
+    return parameter.default if make is MISSING else make()
 
 
 def build(
@@ -270,6 +263,20 @@ def build(
     given = parse_kwargs(where, factory, options, option_readers=option_readers, defaults=defaults)
     with error_context(where, TypeError, ValueError):
         return factory(**given)
+
+
+def bind(
+    where: str,
+    function: Callable[..., Any],
+    options: Mapping[str, str],
+    later: Collection[str],
+    option_readers: OptionReaders | None = None,
+) -> "partial[Any]":
+    """Return `function` with the keyword arguments that `parse_kwargs` returns.
+
+    The parameters `later` are not options. The caller passes them in each call of the result.
+    """
+    return partial(function, **parse_kwargs(where, function, options, excluded=later, option_readers=option_readers))
 
 
 def reader(factory: Callable[..., Any], *, option_readers: OptionReaders | None = None, **defaults: Any) -> Reader:
@@ -409,17 +416,14 @@ def _make(
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [one.name for one in parameters if one.default is one.empty and one.kind in kinds]
     if num_arguments and not isinstance(found, type) and len(required) == num_arguments:
-        bound = parse_kwargs(where, found, options, option_readers=readers, excluded=required)
-        return partial(found, **bound) if bound else found
+        return bind(where, found, options, required, readers) if options else found
     return build(where, found, options, option_readers=readers)
 
 
 def _is_module(name: str, known: Collection[str]) -> bool:
     """Return whether the name before a colon is a module, and not a misspelled known name."""
-    if name in known:
-        return False
-    if closest_match(name, known) is None:
-        return True
+    if name in known or closest_match(name, known) is None:
+        return name not in known
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError, AttributeError):
@@ -439,13 +443,3 @@ def error_context(where: str, *others: type[Exception]) -> Iterator[None]:
 def field_values(instance: Any) -> dict[str, Any]:
     """Return the fields of a dataclass instance as keyword arguments of its class."""
     return {one.name: getattr(instance, one.name) for one in fields(instance) if one.init}
-
-
-def _default_arguments(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return the default arguments of `factory`."""
-    signature = inspect.signature(factory).parameters.items()
-    found = {name: parameter.default for name, parameter in signature if parameter.default is not parameter.empty}
-    if is_dataclass(factory):
-        # For a default factory, the signature contains only a placeholder.
-        found |= {one.name: one.default_factory() for one in fields(factory) if one.default_factory is not MISSING}
-    return found

@@ -17,11 +17,11 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.spec_parser import (
     OptionReaders,
     Reader,
+    bind,
     build,
     choose,
     error_context,
     import_object,
-    parse_kwargs,
     parse_literal,
     parse_spec,
     parse_value,
@@ -170,7 +170,7 @@ def partition(text: str) -> Partition:
     else:
         split = getattr(partitions, known[choose("partition", "partition", chosen.name, known)])
     arguments = ("labels", "clients", "generator", "user_ids")
-    return partial(split, **parse_kwargs(where, split, options, excluded=arguments, option_readers=PARTITION_READERS))
+    return bind(where, split, options, arguments, PARTITION_READERS)
 
 
 def _natural_groups(
@@ -221,10 +221,11 @@ def referenced_files(*specs: object) -> dict[str, str]:
 
 
 def _priority(where: str, options: Mapping[str, str]) -> SchedulerFactory:
-    given = parse_kwargs(where, PriorityScheduler, options, excluded=("clients", "generator"))
+    build_scheduler = bind(where, PriorityScheduler, options, ("clients", "generator"))
 
     def make(clients: Clients, generator: np.random.Generator) -> Scheduler[int]:
-        return PriorityScheduler(len(clients), generator, **given)
+        made: PriorityScheduler[int] = build_scheduler(len(clients), generator)
+        return made
 
     with error_context(where):
         make([0], np.random.default_rng(0))
@@ -263,21 +264,12 @@ def _read_rates(path: str) -> dict[str, float]:
 
 def _replay(path: str) -> SchedulerFactory:
     records = read_trace(path)
-
-    def make(clients: Clients, generator: np.random.Generator) -> Scheduler[int]:
-        return ReplayScheduler(records)
-
-    make([], np.random.default_rng(0))
-    return make
+    ReplayScheduler(records)  # checks the records
+    return lambda clients, generator: ReplayScheduler(records)
 
 
 def _empirical(path: str, work: float = 1.0, size_ratio: float = 1.0) -> DelayFactory:
-    profiles = Empirical.from_csv(path, work=work, size_ratio=size_ratio)
-
-    def make(clients: Clients, generator: np.random.Generator) -> dict[int, Empirical]:
-        return assign_profiles(profiles, clients, generator)
-
-    return make
+    return partial(assign_profiles, Empirical.from_csv(path, work=work, size_ratio=size_ratio))
 
 
 def _read_fitted(where: str, options: Mapping[str, str]) -> DelayFactory:
@@ -290,12 +282,7 @@ def _read_fitted(where: str, options: Mapping[str, str]) -> DelayFactory:
 
 
 def _fitted(family: str, path: str, work: float = 1.0, size_ratio: float = 1.0, per_task: bool = False) -> DelayFactory:
-    profiles = fit_profiles(path, family, work=work, size_ratio=size_ratio, per_task=per_task)
-
-    def make(clients: Clients, generator: np.random.Generator) -> dict[int, Delay]:
-        return assign_profiles(profiles, clients, generator)
-
-    return make
+    return partial(assign_profiles, fit_profiles(path, family, work=work, size_ratio=size_ratio, per_task=per_task))
 
 
 def _churn(up: float | Delay, down: float | Delay, until: float) -> AvailabilityFactory:
