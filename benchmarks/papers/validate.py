@@ -18,9 +18,9 @@ from typing import Any
 
 import typer
 
+from manifoldagg.cli._config_file import parse_table, read_tables
 from manifoldagg.cli.app import app
 from manifoldagg.experiments import load_dataset, workloads
-from manifoldagg.experiments.config_file import command_lines, options_by_name
 from manifoldagg.experiments.registry import methods
 from manifoldagg.experiments.report import environment_info
 from manifoldagg.experiments.tuning import Tuning, tuning_seeds
@@ -42,13 +42,13 @@ def main() -> None:
     command: Any = typer.main.get_command(app)
     command, out = command.get_command(None, "compare"), given.out.resolve()
     only = [given.only] if given.only else []
-    lines = command_lines(given.config, options_by_name(command.params, ("config", "only", "name")), only)
+    tables = read_tables(given.config, command, only)
     folder = out / "validation"
     folder.mkdir(parents=True, exist_ok=True)
     with chdir(given.config.parent), shared_executor(processes(given.jobs) if given.jobs > 1 else None) as workers:
-        for name, words in lines.items():
-            found: dict[str, Any] = {"command": ["manifoldagg", "compare", *words], **environment_info(), "methods": {}}
-            for told in searched(command.make_context("compare", words).params, out / ".tuned", workers):
+        for name, options in tables.items():
+            found: dict[str, Any] = {"options": options, **environment_info(), "methods": {}}
+            for told in searched(parse_table(command, options), out / ".tuned", workers):
                 found |= told | {"methods": found["methods"] | told["methods"]}
                 (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
                 print(name, *table({**found, **told})[-1:], flush=True)

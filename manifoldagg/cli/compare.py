@@ -1,8 +1,6 @@
 """The command `manifoldagg compare`."""
 
-import hashlib
 import json
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -20,19 +18,16 @@ from rich.text import Text
 from manifoldagg._io import check_matplotlib
 from manifoldagg._signals import graceful_shutdown
 from manifoldagg._validation import check_count, renamed_arguments
-from manifoldagg.cli._config_runner import run_config
+from manifoldagg.cli._comparison import PlannedComparison
+from manifoldagg.cli._config_file import run_config
 from manifoldagg.cli._console import console, error_console, stability_warnings
 from manifoldagg.cli.tables import fold_names, new_table
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.compare import Comparison, compare
-from manifoldagg.experiments.datasets import load_dataset
-from manifoldagg.experiments.default_rates import methods_with_scaled_rates
 from manifoldagg.experiments.plots import format_percent
 from manifoldagg.experiments.progress_dir import remove
 from manifoldagg.experiments.report import check_destination, read_report, write_report
-from manifoldagg.experiments.tuning import Tuning, tuning_seeds
 from manifoldagg.simulation.executors import processes
-from manifoldagg.simulation.metadata import stable_repr
 
 __all__ = ["compare_command", "comparison_table", "rate_lines", "rejection_lines"]
 
@@ -60,7 +55,6 @@ def compare_command(
         typer.Option(
             help="The model: `mlp`, `cnn:norm=batch`, `gru:hidden=128`, `transformer`, `lenet5`, `gpt`, ...  "
             "[default: the model of the data set]",
-            show_default=False,
         ),
     ] = None,
     augment: Annotated[
@@ -68,7 +62,6 @@ def compare_command(
         typer.Option(
             help="The augmentation of training minibatches: `cropflip:padding=4`, or `module:name` (your own function "
             "of inputs, labels and a generator).  [default: the augmentation of the data set]",
-            show_default=False,
         ),
     ] = None,
     clients: Annotated[int, typer.Option(help="The number of clients that share the data (see --partition).")] = 30,
@@ -107,7 +100,6 @@ def compare_command(
         typer.Option(
             help="The fraction of each client's samples in the test set.  "
             "[default: the test split of the data set, or 0.2]",
-            show_default=False,
         ),
     ] = None,
     validation: Annotated[
@@ -122,7 +114,6 @@ def compare_command(
         typer.Option(
             help="The scheduler: `priority:workers=2`, `independent`, `jackson:rates=rates.csv`, "
             "`replay:trace.csv`.  [default: priority]",
-            show_default=False,
         ),
     ] = None,
     delays: Annotated[
@@ -147,28 +138,24 @@ def compare_command(
         int | None,
         typer.Option(
             help="The number of clients that train at the same time.  [default: all clients, with one task each]",
-            show_default=False,
         ),
     ] = None,
     buffer: Annotated[
         int | None,
         typer.Option(
             help="The number of updates in each step of the methods with a buffer.  [default: the size in the method]",
-            show_default=False,
         ),
     ] = None,
     refill: Annotated[
         int | None,
-        typer.Option(
-            help="Dispatch again when this number of slots is free, to all of them.  [default: 1]", show_default=False
-        ),
+        typer.Option(help="Dispatch again when this number of slots is free, to all of them.  [default: 1]"),
     ] = None,
-    swa: Annotated[
+    averaging: Annotated[
         str | None,
         typer.Option(
+            "--swa",
             help="Also average the models of each run, and evaluate the average: `start=0.75,cycle=5` averages every "
             "fifth version of the last quarter. `period=20` lets `asynccurve` write its average to the model.",
-            show_default=False,
         ),
     ] = None,
     tune: Annotated[
@@ -197,7 +184,6 @@ def compare_command(
         float | None,
         typer.Option(
             help="The accuracy in [0, 1] up to which updates are counted.  [default: the target of the data set]",
-            show_default=False,
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the reports.")] = Path("runs"),
@@ -205,7 +191,6 @@ def compare_command(
         str | None,
         typer.Option(
             help="The folder of the report in --out. An existing report is replaced.  [default: from the settings]",
-            show_default=False,
         ),
     ] = None,
     resume: Annotated[
@@ -224,7 +209,6 @@ def compare_command(
         typer.Option(
             help="A TOML file with a table for each comparison and a table `[defaults]`. Tables contain options by "
             "their long names. Options on the command line override the file. Reports are named after the tables.",
-            show_default=False,
         ),
     ] = None,
     only: Annotated[
@@ -234,7 +218,6 @@ def compare_command(
         float | None,
         typer.Option(
             help="End each run after this virtual time in seconds, if it has fewer updates than --updates.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -268,57 +251,34 @@ def compare_command(
     Example: `manifoldagg compare --data digits --clients 30 --updates 200 --seeds 3`
     """
     if config is not None:
-        return run_config(context, config, only or [])
+        return run_config(context, config, only or [], _run)
     if only:
         raise ArgumentError("only: expected --config, because --only selects its tables")
     # As with `python -m`, a user module may be in the working directory.
     sys.path.insert(0, "")
-    chosen, scaled = methods_with_scaled_rates(
-        methods, rate or [], clients=clients, concurrency=concurrency, buffer=buffer
-    )
-    if name is not None and (os.sep in name or name in ("", ".", "..")):
-        raise ArgumentError(f"name: expected the name of a folder in --out, got {name!r}")
-    problem = load_dataset(data, model, augment)
+    _run(PlannedComparison.of(context.params))
+
+
+def _run(planned: PlannedComparison) -> None:
+    """Run a comparison, write its report, and print its results."""
+    options = planned.options
     check_matplotlib()
-    settings: dict[str, Any] = {
-        "partition": partition,
-        "holdout": holdout,
-        "validation": validation,
-        "batch": batch,
-        "target": target,
-        "scheduler": scheduler,
-        "delays": delays,
-        "availability": availability,
-        "task_cost": task_cost,
-        "concurrency": concurrency,
-        "eval_every": eval_every,
-        **{
-            name: value
-            for name, value in (
-                *(("duration", duration), ("buffer", buffer), ("refill", refill), ("averaging", swa)),
-                ("eval_starts", eval_starts or None),
-            )
-            if value is not None
-        },
-    }
-    apart = tuning_seeds(range(first_seed, first_seed + seeds), check_count("tune-seeds", tune_seeds)) if tune else None
-    # Options with their default values do not change the name of the folder.
-    others = [given for given, default in ((first_seed, 0), (tune_length, 1.0), (augment, None)) if given != default]
-    digest = hashlib.sha256(repr((data, model, stable_repr(chosen), settings, apart, *others)).encode()).hexdigest()[:8]
-    folder = out / (name or f"{problem.name}-{clients}-clients-{num_updates}-updates-{seeds}-seeds-{digest}")
-    executor = processes(jobs) if check_count("jobs", jobs) > 1 else None
-    say = partial((error_console if as_json else console).print, highlight=False, markup=False, soft_wrap=True)
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    jobs = check_count("jobs", options["jobs"])
+    screen = error_console if options["as_json"] else console
+    say = partial(screen.print, highlight=False, markup=False, soft_wrap=True)
+    folder = planned.folder
+    unfinished = planned.unfinished
 
     def on_interrupt() -> str:
         if unfinished.exists():
             return f"interrupted: finished runs are stored in {unfinished}; --resume continues them"
-        tuned = f", except for finished runs of the search in {out / '.tuned'}" if tune else ""
+        cache = None if planned.tuning is None else planned.tuning.cache
+        tuned = f", except for finished runs of the search in {cache}" if cache else ""
         return f"interrupted: nothing was written{tuned}"
 
     with graceful_shutdown(on_interrupt):
         check_destination(folder)
-        if resume:
+        if options["resume"]:
             say(
                 f"Resuming from {unfinished}"
                 if unfinished.exists()
@@ -328,28 +288,25 @@ def compare_command(
             say(f"Replacing the unfinished {unfinished}; use --resume to continue it")
         with stability_warnings(), renamed_arguments(OPTION_NAMES), ExitStack() as stack:
             comparison = compare(
-                problem,
-                chosen,
-                clients=clients,
-                num_updates=num_updates,
-                seeds=seeds,
-                first_seed=first_seed,
-                **settings,
-                executor=executor,
-                progress=_progress_bars(error_console if as_json else console, num_updates, stack, scaled),
-                tuning=None if apart is None else Tuning(apart, length=tune_length, cache=out / ".tuned"),
+                planned.dataset,
+                planned.methods,
+                **{name: options[name] for name in ("clients", "num_updates", "seeds", "first_seed")},
+                **planned.settings,
+                executor=processes(jobs) if jobs > 1 else None,
+                progress=_progress_bars(screen, options["num_updates"], stack, planned.scaled_rates),
+                tuning=planned.tuning,
                 folder=unfinished,
-                resume=resume,
+                resume=options["resume"],
             )
         files = write_report(comparison, folder)
         remove(unfinished)
-    (error_console if as_json else console).print(comparison_table(comparison))
+    screen.print(comparison_table(comparison))
     for line in [*rate_lines(comparison), *rejection_lines(comparison)]:
         say(line)
     if comparison.landscape is None:
         say("No method learned a curve, so there is no plane.png.")
     say(f"Written to {folder}: {', '.join(file.name for file in files)}")
-    if as_json:
+    if options["as_json"]:
         print(json.dumps(read_report(folder)), flush=True)
 
 

@@ -45,11 +45,9 @@ def merge_command(
         str, typer.Option(help="The mean: `arithmetic`, `karcher`, `slerp`, `bezier` or `radial`.")
     ] = "arithmetic",
     weights: Annotated[
-        str | None, typer.Option(help="The weights, such as `2,1,1`. The default is equal weights.", show_default=False)
+        str | None, typer.Option(help="The weights, such as `2,1,1`. The default is equal weights.")
     ] = None,
-    t: Annotated[
-        float | None, typer.Option("--t", help="The parameter in [0, 1] of `slerp` and `bezier`.", show_default=False)
-    ] = None,
+    t: Annotated[float | None, typer.Option("--t", help="The parameter in [0, 1] of `slerp` and `bezier`.")] = None,
     scope: Annotated[
         str, typer.Option(help="The vectors whose directions are averaged: each `tensor`, or the whole `model`.")
     ] = "tensor",
@@ -58,12 +56,11 @@ def merge_command(
         typer.Option(
             help="The manifold of the tensors of a pattern, such as `'*.rot=SpecialOrthogonal(8)'`. Repeat the option "
             "for each pattern.",
-            show_default=False,
         ),
     ] = None,
     shard_size: Annotated[
         str | None,
-        typer.Option(help="The maximum size of the tensors in a file, such as `5GB`.", show_default=False),
+        typer.Option(help="The maximum size of the tensors in a file, such as `5GB`."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be read and written, and an estimate of the time.")

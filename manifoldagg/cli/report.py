@@ -35,7 +35,6 @@ def report_command(
         typer.Option(
             help="The name of a method in the reports with which all other methods are compared, by seed and on all "
             "axes. Times to a common target are relative to this method, or to FedAvg without this option.",
-            show_default=False,
         ),
     ] = None,
     proposed: Annotated[
@@ -43,7 +42,6 @@ def report_command(
         typer.Option(
             help="The name of a method that was chosen before the runs. One-sided tests compare it with every other "
             "method.",
-            show_default=False,
         ),
     ] = None,
     sweep: Annotated[
@@ -51,7 +49,6 @@ def report_command(
         typer.Option(
             help="An option in which the comparisons differ, such as `concurrency`, `partition.concentration`, or "
             "`epochs` of the methods. The command then only draws the final accuracy by the value of this option.",
-            show_default=False,
         ),
     ] = None,
     out: Annotated[

@@ -3,7 +3,8 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -11,14 +12,18 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manifoldagg.cli._config_file import parse_table, read_tables
 from manifoldagg.cli.app import app
 from manifoldagg.errors import ArgumentError, ManifoldAggError
-from manifoldagg.experiments.config_file import Option, command_lines, options_by_name
 from manifoldagg.experiments.registry import RULES, methods
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = typer.main.get_command(app).get_command(None, "compare")
-OPTIONS = options_by_name(COMMAND, ("config", "only", "name"))
+OPTIONS = {
+    option.opts[0].removeprefix("--"): option
+    for option in COMMAND.params
+    if option.name not in ("config", "only", "name")
+}
 VALUES = {
     int: st.integers(-9, 9),
     float: st.floats(-9, 9) | st.integers(-9, 9),
@@ -28,15 +33,23 @@ VALUES = {
 }
 
 
+def kind(option):
+    """Return the type of one value: `str` for `str`, `str | None` and `list[str] | None`."""
+    found = get_type_hints(COMMAND.callback)[option.name]
+    while parts := [part for part in get_args(found) if part is not NoneType]:
+        found = parts[0]
+    return found
+
+
 def values(name):
     """Return a strategy for the TOML values of an option."""
     option = OPTIONS[name]
-    single = VALUES[option.kind]
+    single = VALUES[kind(option)]
     if option.multiple:
         one = single | st.floats(0.1, 9)
         return one | st.lists(one, max_size=3) | st.dictionaries(st.sampled_from(["fedgs", "fedavg"]), one)
     words = st.lists(single, min_size=1, max_size=3)
-    return single | words if option.kind is str else single
+    return single | words if kind(option) is str else single
 
 
 TABLES = st.fixed_dictionaries({}, optional={name: values(name) for name in OPTIONS})
@@ -62,7 +75,7 @@ def written(path, **tables):
 def typed(table):
     """Yield the command-line words that are equivalent to a table."""
     for name, value in table.items():
-        if OPTIONS[name].kind is bool:
+        if kind(OPTIONS[name]) is bool:
             yield from [f"--{name}"] * value
         elif OPTIONS[name].multiple:
             listed = value if isinstance(value, list) else [value]
@@ -77,13 +90,23 @@ def parsed(words):
     return COMMAND.make_context("compare", list(words)).params
 
 
+def tables(path, only=()):
+    """Return the parsed options of each table."""
+    return {name: parse_table(COMMAND, table) for name, table in read_tables(path, COMMAND, only).items()}
+
+
+def plain(options):
+    """Return options without the difference between a missing list and an empty one, or between a path and its text."""
+    return {name: value or () if name == "rate" else str(value) for name, value in options.items()}
+
+
 @given(TABLES, TABLES)
 def test_a_table_is_parsed_like_its_command_line(tmp_path_factory, table, shared):
     path = tmp_path_factory.getbasetemp() / "drawn.toml"
-    found = command_lines(written(path, defaults=shared, mine=table, other={}), OPTIONS)
+    found = tables(written(path, defaults=shared, mine=table, other={}))
     assert list(found) == ["mine", "other"]
-    assert parsed(found["mine"]) == parsed(typed(shared | table))
-    assert parsed(found["other"]) == parsed(typed(shared))
+    assert plain(found["mine"]) == plain(parsed(typed(shared | table)))
+    assert plain(found["other"]) == plain(parsed(typed(shared)))
 
 
 def test_a_file_accepts_every_option_of_the_command():
@@ -92,16 +115,20 @@ def test_a_file_accepts_every_option_of_the_command():
     assert {"tune-seeds", "json", "rate"} < set(OPTIONS)
 
 
-def test_types_of_options_are_read_from_the_annotations():
+def test_types_of_options_are_read_from_the_annotations(tmp_path):
     """The attribute `type` of an option does not exist in all versions of typer."""
 
-    def callback(count: int, rate: list[float] | None = None, out: Path | None = None): ...
+    def callback(count: int, names: str | None = None, out: Path | None = None): ...
 
     options = [
-        SimpleNamespace(name=name, opts=[f"--{name}"], multiple=name == "rate") for name in ("count", "rate", "out")
+        SimpleNamespace(name=name, opts=[f"--{name}"], multiple=False, is_flag=False)
+        for name in ("count", "names", "out")
     ]
-    found = options_by_name(SimpleNamespace(callback=callback, params=options), ["out"])
-    assert found == {"count": Option(int, False), "rate": Option(float, True)}
+    command = SimpleNamespace(callback=callback, params=options)
+    found = read_tables(written(tmp_path / "one.toml", a={"count": 3, "names": ["b", "c"], "out": "d"}), command)
+    assert found == {"a": {"count": "3", "names": "b,c", "out": "d"}}
+    with pytest.raises(ArgumentError, match="a: out: expected a word or a number"):
+        read_tables(written(tmp_path / "two.toml", a={"out": ["d"]}), command)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +137,7 @@ def test_types_of_options_are_read_from_the_annotations():
 )
 def test_only_selects_tables(only, names, tmp_path):
     path = written(tmp_path / "some.toml", a={}, b={}, c={})
-    assert list(command_lines(path, OPTIONS, only)) == names
+    assert list(read_tables(path, COMMAND, only)) == names
 
 
 @pytest.mark.parametrize(
@@ -143,17 +170,17 @@ def test_errors_in_a_file_name_the_file_and_the_table(text, words, tmp_path):
     path = tmp_path / "wrong.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ArgumentError, match=f"^config: .*wrong.toml:? {words}"):
-        command_lines(path, OPTIONS)
+        read_tables(path, COMMAND)
 
 
 def test_missing_files_and_tables_are_rejected(tmp_path):
     with pytest.raises(ArgumentError, match="^config: .*none.toml cannot be read: "):
-        command_lines(tmp_path / "none.toml", OPTIONS)
+        read_tables(tmp_path / "none.toml", COMMAND)
     path = written(tmp_path / "some.toml", mnist={}, digits={}, defaults={})
     with pytest.raises(ArgumentError, match="^only: .*some.toml: no comparison 'minst'; did you mean mnist"):
-        command_lines(path, OPTIONS, ["digits,minst"])
+        read_tables(path, COMMAND, ["digits,minst"])
     with pytest.raises(ArgumentError, match="no comparison 'defaults'"):
-        command_lines(path, OPTIONS, ["defaults"])
+        read_tables(path, COMMAND, ["defaults"])
 
 
 @pytest.fixture
@@ -255,19 +282,19 @@ def test_paths_on_the_command_line_are_relative_to_the_working_directory(call, t
 
 def test_resume_skips_finished_comparisons(call, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    tables = {
+    given_tables = {
         "first": {"methods": "fedgs:trainer.epochs=1", "tune": True, "tune-seeds": 1},
         "second": {"methods": "fedasync:trainer.epochs=1"},
     }
-    written(tmp_path / "two.toml", defaults=SMALL, **tables)
+    written(tmp_path / "two.toml", defaults=SMALL, **given_tables)
 
     def done(*words):
         """Return the names of the comparisons that ran. Check that all other comparisons are reported as finished."""
         call("--config", "two.toml", "--resume", *words)
         out = capsys.readouterr().out
-        made = {name for name in tables if f"Written to runs/{name}:" in out}
-        over = {name for name in tables if f"): is finished, in runs/{name}" in out}
-        assert made | over == set(tables)
+        made = {name for name in given_tables if f"Written to runs/{name}:" in out}
+        over = {name for name in given_tables if f"): is finished, in runs/{name}" in out}
+        assert made | over == set(given_tables)
         assert not made & over
         return made
 
@@ -275,16 +302,16 @@ def test_resume_skips_finished_comparisons(call, tmp_path, monkeypatch, capsys):
     assert done() == set()
     assert done("--jobs", 1) == set()
     for setting in ({"duration": 9.0}, {"swa": "start=0.5"}):
-        tables["second"] = {"methods": "fedasync:trainer.epochs=1", **setting}
-        written(tmp_path / "two.toml", defaults=SMALL, **tables)
+        given_tables["second"] = {"methods": "fedasync:trainer.epochs=1", **setting}
+        written(tmp_path / "two.toml", defaults=SMALL, **given_tables)
         assert done() == {"second"}
         assert done() == set()
-    tables["second"]["rate"] = 2.0
-    written(tmp_path / "two.toml", defaults=SMALL, **tables)
+    given_tables["second"]["rate"] = 2.0
+    written(tmp_path / "two.toml", defaults=SMALL, **given_tables)
     assert done() == {"second"}
     (tmp_path / "runs" / "second" / "results.json").write_text("{")
-    tables["first"]["tune-seeds"] = 2
-    written(tmp_path / "two.toml", defaults=SMALL, **tables)
+    given_tables["first"]["tune-seeds"] = 2
+    written(tmp_path / "two.toml", defaults=SMALL, **given_tables)
     assert done() == {"first", "second"}
     assert done() == set()
 
@@ -344,7 +371,7 @@ def test_all_tables_are_validated_before_the_first_comparison_runs(words, messag
 
 def test_evidence_file_is_valid_and_runs_every_rule_on_digits():
     path = ROOT / "benchmarks" / "papers" / "evidence.toml"
-    tried = {name: parsed(words) for name, words in command_lines(path, OPTIONS).items()}
+    tried = tables(path)
     given_by_hand = {name for name, options in tried.items() if not options["tune"]}
     delays = {f"digits-{name}" for name in ("measured", "measured-path", "lognormal", "halfnormal", "uniform")}
     free = {"digits-masfl-free", "digits-masfl-free-five"}
@@ -358,10 +385,10 @@ def test_evidence_file_is_valid_and_runs_every_rule_on_digits():
 
 def test_example_file_is_valid_and_its_small_table_runs(call, tmp_path, monkeypatch, capsys):
     path = ROOT / "examples" / "comparison.toml"
-    lines = command_lines(path, OPTIONS)
-    assert {"digits-small", "mnist"} < set(lines)
-    for words in lines.values():
-        assert parsed(words)["seeds"] >= 2
+    found = tables(path)
+    assert {"digits-small", "mnist"} < set(found)
+    for options in found.values():
+        assert options["seeds"] >= 2
     monkeypatch.chdir(tmp_path)
     call("--config", path, "--only", "digits-small", "--updates", 2, "--clients", 40, "--seeds", 1)
     (report,) = (tmp_path / "runs").iterdir()
@@ -371,15 +398,15 @@ def test_example_file_is_valid_and_its_small_table_runs(call, tmp_path, monkeypa
 
 def test_asynchrony_protocol_uses_its_test_and_validation_seeds():
     path = ROOT / "benchmarks" / "asynchrony" / "runs.toml"
-    tables = {name: parsed(words) for name, words in command_lines(path, OPTIONS).items()}
-    for name, options in tables.items():
+    found = tables(path)
+    for name, options in found.items():
         assert (options["first_seed"], options["seeds"], options["tune_seeds"]) == (200, 5, 1), name
         assert options["tune"] == ("concurrency" not in name and "lognormal" not in name), name
         # Tuning does not apply to a rate that is set explicitly.
         assert not (options["tune"] and options["rate"]), name
         methods(options["methods"], options["rate"] or [])
     for task in ("fashion", "shakespeare", "watch"):
-        parts = [options for name, options in tables.items() if name.startswith(f"{task}-measured")]
+        parts = [options for name, options in found.items() if name.startswith(f"{task}-measured")]
         chosen = [one for options in parts for one in methods(options["methods"])]
         assert len(chosen) == 11
         assert len({(options["delays"], options["duration"], options["target"]) for options in parts}) == 1

@@ -9,10 +9,10 @@ import pytest
 import torch
 import typer
 
+from manifoldagg.cli._config_file import parse_table, read_tables
 from manifoldagg.cli.app import app
 from manifoldagg.corrections import Tangent
 from manifoldagg.experiments import workloads
-from manifoldagg.experiments.config_file import command_lines, options_by_name
 from manifoldagg.experiments.datasets import AUGMENTATIONS, DATASETS, MODELS
 from manifoldagg.experiments.default_rates import methods_with_scaled_rates
 from manifoldagg.experiments.spec_parser import parse_spec, parse_value
@@ -22,14 +22,13 @@ from manifoldagg.simulation import PerTask
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 COMMAND = typer.main.get_command(app).get_command(None, "compare")
-OPTIONS = options_by_name(COMMAND, ("config", "only", "name"))
-LINES = command_lines(EXAMPLES / "papers.toml", OPTIONS)
-SMALL = [name for name in LINES if name.endswith("-small")]
+TABLES = read_tables(EXAMPLES / "papers.toml", COMMAND)
+SMALL = [name for name in TABLES if name.endswith("-small")]
 
 
 def parsed(name):
-    """Return the parsed command-line options of a table."""
-    return COMMAND.make_context("compare", list(LINES[name])).params
+    """Return the parsed options of a table."""
+    return parse_table(COMMAND, TABLES[name])
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def bound(name):
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("name", TABLES)
 def test_every_table_is_a_valid_comparison(name):
     options = parsed(name)
     assert bound(name)
@@ -130,7 +129,7 @@ def test_the_report_has_eight_clients_with_sizes_in_proportion_to_their_index():
 
 @pytest.mark.usefixtures("folder")
 def test_orthofl_tables_have_the_settings_of_appendix_d_3():
-    for name in [name for name in LINES if name.startswith("orthofl-mnist")]:
+    for name in [name for name in TABLES if name.startswith("orthofl-mnist")]:
         options = parsed(name)
         assert (options["clients"], options["model"]) == (10, "lenet5")
         assert options["partition"] == "dirichlet:concentration=0.1"
@@ -172,7 +171,7 @@ def test_queue_files_have_the_rates_and_routings_of_the_paper():
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("name", [name for name in LINES if name.startswith("queue") and name not in SMALL])
+@pytest.mark.parametrize("name", [name for name in TABLES if name.startswith("queue") and name not in SMALL])
 def test_queue_tables_have_the_settings_of_sections_5_1_5_2_and_g_3(name):
     options = parsed(name)
     assert options["batch"] == 512
