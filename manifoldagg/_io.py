@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from manifoldagg._validation import short_repr
-from manifoldagg.errors import ArgumentError, CheckpointError
+from manifoldagg.errors import ArgumentError, CheckpointError, ManifoldAggError
 
 if sys.platform != "win32":
     import fcntl
@@ -133,12 +133,12 @@ def check_path(path: str | Path) -> Path:
 
 
 @contextmanager
-def os_errors(message: str) -> Iterator[None]:
-    """Replace an `OSError` in the `with` block by a `CheckpointError` whose text begins with `message`."""
+def os_errors(message: str, kind: type[ManifoldAggError] = CheckpointError) -> Iterator[None]:
+    """Replace an `OSError` in the `with` block by an error of the given kind whose text begins with `message`."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{message}: {error.strerror or error}") from error
+        raise kind(f"{message}: {error.strerror or error}") from error
 
 
 def write_all(write: Callable[[memoryview], int], data: memoryview, checksum: int) -> int:

@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from manifoldagg._io import atomic_write
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.plots import axis_unit, draw_accuracy, draw_clients, format_percent, metric_name
 from manifoldagg.experiments.relative_time import relative_times
-from manifoldagg.experiments.report import LoggedRun, Runs, check_destination, read_reports
+from manifoldagg.experiments.report import Runs, new_report, read_reports
 from manifoldagg.experiments.spec_parser import choose
-from manifoldagg.experiments.statistics import MIN_PAIRS, compare_pairs, compare_with, mean_ci
-from manifoldagg.simulation.cost import AXES, first_reaching, last_within_budget
+from manifoldagg.experiments.statistics import MIN_PAIRS, compare_pairs, compare_with, interval_columns
+from manifoldagg.simulation.cost import AXES, Evaluation, first_reaching, last_within_budget
 
 __all__ = ["FILES", "CombinedReport", "load_reports", "markdown_table", "write_combined_report"]
 
@@ -91,30 +90,14 @@ class CombinedReport:
           run does not reach it.
         - `spent_updates`, `spent_time`, `spent_gradients` and `spent_bytes`: the total cost of the run.
         """
-        return pd.DataFrame(
-            {"problem": problem, "method": method, "seed": seed} | self._run_row(problem, run)
-            for problem, methods in self.runs.items()
-            for method, seeds in methods.items()
-            for seed, run in seeds.items()
-        )
-
-    def _run_row(self, problem: str, run: LoggedRun) -> dict[str, object]:
-        log = run.evaluations
-        last = run.evaluations[-1]
-        hit = first_reaching(log, self.targets[problem])
-        at = {axis: last_within_budget(log, axis, self.budget(problem, axis)).accuracy for axis in AXES}
-        return {
-            "final": last.accuracy,
-            **{f"at_{axis}": accuracy for axis, accuracy in at.items()},
-            "updates_to_target": np.nan if hit is None else hit.updates,
-            "time_to_target": np.nan if hit is None else hit.time,
-            "loss": np.nan if last.loss is None else last.loss,
-            "gini": last.gini,
-            "theil": last.theil,
-            "average": np.nan if last.average_accuracy is None else last.average_accuracy,
-            "average_loss": np.nan if last.average_loss is None else last.average_loss,
-            **{f"spent_{axis}": last.value_on(axis) for axis in AXES},
-        }
+        rows = []
+        for problem, methods in self.runs.items():
+            budgets = {axis: self.budget(problem, axis) for axis in AXES}
+            for method, seeds in methods.items():
+                for seed, run in seeds.items():
+                    row = {"problem": problem, "method": method, "seed": seed}
+                    rows.append(row | _run_row(run.evaluations, budgets, self.targets[problem]))
+        return pd.DataFrame(rows)
 
     def frame(self) -> pd.DataFrame:
         """Return a data frame with the mean results of the runs, one row for each problem and method.
@@ -129,7 +112,9 @@ class CombinedReport:
             row["num_reached"] = runs["updates_to_target"].count()
             row |= {f"budget_{axis}": self.budget(problem, axis) for axis in AXES}
             row |= {f"spent_{axis}": runs[f"spent_{axis}"].mean() for axis in AXES}
-            rows.append(row | _intervals({name: runs[name].dropna() for name in MEANS}))
+            for name in MEANS:
+                row |= interval_columns(name, runs[name].dropna().to_list())
+            rows.append(row)
         return pd.DataFrame(rows)
 
     def tests(self, axis: str) -> pd.DataFrame:
@@ -159,7 +144,7 @@ class CombinedReport:
         Raises:
             ArgumentError: if the report does not contain the method, or the axis is unknown.
         """
-        choose("proposed", "method", method, dict.fromkeys(name for methods in self.runs.values() for name in methods))
+        choose("proposed", "method", method, self._method_names())
         return compare_with(self._scores(axis), method)
 
     def relative_times(self, baseline: str = "FedAvg") -> pd.DataFrame:
@@ -173,12 +158,13 @@ class CombinedReport:
         """
         return relative_times(self.runs, baseline)
 
+    def _method_names(self) -> list[str]:
+        return list(dict.fromkeys(name for methods in self.runs.values() for name in methods))
+
     def _scores(self, axis: str) -> pd.DataFrame:
-        runs = self.run_frame()
-        scores = runs.pivot(
-            index=["problem", "seed"], columns="method", values=f"at_{check_choice('axis', axis, AXES)}"
-        )
-        return scores[list(dict.fromkeys(runs["method"]))]
+        column = f"at_{check_choice('axis', axis, AXES)}"
+        scores = self.run_frame().pivot(index=["problem", "seed"], columns="method", values=column)
+        return scores[self._method_names()]
 
     def differences(self, baseline: str) -> pd.DataFrame:
         """Return the mean difference in accuracy between each method and the baseline on each problem.
@@ -191,23 +177,20 @@ class CombinedReport:
         Raises:
             ArgumentError: if no problem contains the method, or no other method has a problem and a seed in common.
         """
-        choose(
-            "baseline", "method", baseline, dict.fromkeys(name for methods in self.runs.values() for name in methods)
-        )
+        choose("baseline", "method", baseline, self._method_names())
         rows = []
         for problem, methods in self.runs.items():
             for method, seeds in methods.items():
-                pairs = [(run, methods.get(baseline, {}).get(seed)) for seed, run in seeds.items()]
-                common = [(run.evaluations, other.evaluations) for run, other in pairs if other is not None]
-                if method == baseline or not common:
+                others = methods.get(baseline, {})
+                pairs = [(seeds[seed].evaluations, others[seed].evaluations) for seed in seeds if seed in others]
+                if method == baseline or not pairs:
                     continue
-                row = {"problem": problem, "method": method, "baseline": baseline, "seeds": len(common)}
-                found = {}
+                row = {"problem": problem, "method": method, "baseline": baseline, "seeds": len(pairs)}
                 for axis in AXES:
-                    budget = min(log[-1].value_on(axis) for pair in common for log in pair)
-                    at = [[last_within_budget(log, axis, budget).accuracy for log in pair] for pair in common]
-                    found[f"at_{axis}"] = pd.Series([mine - other for mine, other in at])
-                rows.append(row | _intervals(found))
+                    budget = min(log[-1].value_on(axis) for pair in pairs for log in pair)
+                    at = [[last_within_budget(log, axis, budget).accuracy for log in pair] for pair in pairs]
+                    row |= interval_columns(f"at_{axis}", [mine - other for mine, other in at])
+                rows.append(row)
         if not rows:
             raise ArgumentError(
                 f"baseline: expected a method with a problem and a seed in common with another method, got {baseline}"
@@ -220,36 +203,41 @@ class CombinedReport:
         frame = frame[frame["problem"] == problem]
         at = {f"at {_format_amount(axis, self.budget(problem, axis))}, %": f"at_{axis}" for axis in BUDGET_AXES}
         has_average = bool(frame["average"].notna().any())
+        percents = {"final, %": "final"} | ({"average, %": "average"} if has_average else {}) | at
+        numbers = ["loss", *(["average loss"] if has_average else []), "Gini", "Theil"]
         target = format_percent(self.targets[problem])
-        reached = [
-            f" ({count} of {seeds})" if 0 < count < seeds else ""
-            for count, seeds in zip(frame["num_reached"], frame["seeds"], strict=True)
+        shares = [
+            f" ({row.num_reached} of {row.seeds})" if row.num_reached < row.seeds else "" for row in frame.itertuples()
         ]
-        to_target = {
-            f"{unit} to {target}": [
-                "never" if mean == "" else mean + share
-                for mean, share in zip(_format(frame, f"{name}_to_target", ".4g", ".2g"), reached, strict=True)
-            ]
-            for unit, name in (("updates", "updates"), ("s", "time"))
-        }
-        return pd.DataFrame(
-            {
-                "method": frame["method"].to_list(),
-                "seeds": frame["seeds"].astype(str).to_list(),
-                "final, %": _format(frame, "final", ".1f", scale=100),
-                **({"average, %": _format(frame, "average", ".1f", scale=100)} if has_average else {}),
-                **{heading: _format(frame, name, ".1f", scale=100) for heading, name in at.items()},
-                **to_target,
-                **{
-                    heading: [
-                        "" if np.isnan(value) else f"{value:.3f}" for value in frame[heading.lower().replace(" ", "_")]
-                    ]
-                    for heading in ("loss", *(["average loss"] if has_average else []), "Gini", "Theil")
-                },
-                "gradients": [f"{round(value):,}" for value in frame["spent_gradients"]],
-                "sent": [_format_amount("bytes", value) for value in frame["spent_bytes"]],
-            }
-        )
+        cells = {"method": frame["method"].to_list(), "seeds": frame["seeds"].astype(str).to_list()}
+        cells |= {heading: _format(frame, name, ".1f", scale=100) for heading, name in percents.items()}
+        for unit, name in (("updates", "updates_to_target"), ("s", "time_to_target")):
+            means = zip(_format(frame, name, ".4g", ".2g"), shares, strict=True)
+            cells[f"{unit} to {target}"] = [mean + share if mean else "never" for mean, share in means]
+        for heading in numbers:
+            values = frame[heading.lower().replace(" ", "_")]
+            cells[heading] = ["" if np.isnan(value) else f"{value:.3f}" for value in values]
+        cells["gradients"] = [f"{round(value):,}" for value in frame["spent_gradients"]]
+        cells["sent"] = [_format_amount("bytes", value) for value in frame["spent_bytes"]]
+        return pd.DataFrame(cells)
+
+
+def _run_row(log: Sequence[Evaluation], budgets: Mapping[str, float], target: float) -> dict[str, float]:
+    last = log[-1]
+    hit = first_reaching(log, target)
+    row = {
+        "final": last.accuracy,
+        **{f"at_{axis}": last_within_budget(log, axis, budget).accuracy for axis, budget in budgets.items()},
+        "updates_to_target": None if hit is None else hit.updates,
+        "time_to_target": None if hit is None else hit.time,
+        "loss": last.loss,
+        "gini": last.gini,
+        "theil": last.theil,
+        "average": last.average_accuracy,
+        "average_loss": last.average_loss,
+        **{f"spent_{axis}": last.value_on(axis) for axis in AXES},
+    }
+    return {name: np.nan if value is None else value for name, value in row.items()}
 
 
 def load_reports(folders: Iterable[Path | str]) -> CombinedReport:
@@ -305,29 +293,23 @@ def write_combined_report(
     """
     folder = Path(folder)
     check_choice("axis", axis, AXES)
-    differences = None if baseline is None else combined.differences(baseline)
-    one_sided = None if proposed is None else combined.one_sided_tests(proposed, axis)
-    known = {name for methods in combined.runs.values() for name in methods}
-    reference = baseline or ("FedAvg" if "FedAvg" in known else None)
-    times = None if reference is None else combined.relative_times(reference)
-    check_destination(folder, FILES, option="out")
-    tests = combined.tests(axis)
-    frames = {"table": combined.frame(), "pairs": tests, "baseline": differences}
-    frames |= {"relative_time": times, "one_sided": one_sided}
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(folder) as draft:
-            draft.mkdir()
-            (draft / "report.md").write_text(_markdown(combined, frames, axis), encoding="utf-8")
-            tables = [combined.table(problem).to_latex(index=False, escape=True) for problem in combined.runs]
-            (draft / "report.tex").write_text("\n".join(tables), encoding="utf-8")
-            for name, frame in frames.items():
-                if frame is not None and len(frame):
-                    frame.to_csv(draft / f"{name}.csv", index=False, lineterminator="\n")
-            _draw(combined, draft, axis)
-            names = sorted(file.name for file in draft.iterdir())
-    except OSError as error:
-        raise ArgumentError(f"out: {folder} cannot be written: {error.strerror or error}") from error
+    reference = baseline or ("FedAvg" if "FedAvg" in combined._method_names() else None)
+    frames = {
+        "table": combined.frame(),
+        "pairs": combined.tests(axis),
+        "baseline": None if baseline is None else combined.differences(baseline),
+        "relative_time": None if reference is None else combined.relative_times(reference),
+        "one_sided": None if proposed is None else combined.one_sided_tests(proposed, axis),
+    }
+    with new_report(folder, FILES, option="out") as draft:
+        (draft / "report.md").write_text(_markdown(combined, frames, axis), encoding="utf-8")
+        tables = [combined.table(problem).to_latex(index=False, escape=True) for problem in combined.runs]
+        (draft / "report.tex").write_text("\n".join(tables), encoding="utf-8")
+        for name, frame in frames.items():
+            if frame is not None and len(frame):
+                frame.to_csv(draft / f"{name}.csv", index=False, lineterminator="\n")
+        _draw(combined, draft, axis)
+        names = sorted(file.name for file in draft.iterdir())
     first = [name for name in FILES if name in names]
     return [folder / name for name in [*first, *(name for name in names if name not in first)]]
 
@@ -344,17 +326,6 @@ def markdown_table(frame: pd.DataFrame) -> str:
     escaped = frame.rename(columns=_escape).map(_escape)
     align = ["left", *["right"] * (len(frame.columns) - 1)]
     return str(escaped.to_markdown(index=False, disable_numparse=True, colalign=align))
-
-
-def _intervals(columns: dict[str, pd.Series]) -> dict[str, object]:
-    """Return three columns for each name: the mean and both ends of the interval of the mean."""
-    flat: dict[str, object] = {}
-    for name, values in columns.items():
-        mean = mean_ci(values.to_list()) if len(values) else None
-        ends = (None, None, None) if mean is None else (mean.value, mean.low, mean.high)
-        for suffix, end in zip(("", "_low", "_high"), ends, strict=True):
-            flat[name + suffix] = np.nan if end is None else end
-    return flat
 
 
 def _format(frame: pd.DataFrame, name: str, value: str, width: str = "", *, scale: float = 1.0) -> list[str]:

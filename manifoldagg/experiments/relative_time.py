@@ -21,7 +21,7 @@ import pandas as pd
 from manifoldagg._validation import check_number
 from manifoldagg.experiments.report import LoggedRun, Runs
 from manifoldagg.experiments.spec_parser import choose
-from manifoldagg.experiments.statistics import mean_ci
+from manifoldagg.experiments.statistics import interval_columns, mean_ci
 from manifoldagg.simulation.cost import first_reaching
 
 __all__ = ["FRACTION", "common_target", "relative_times"]
@@ -89,22 +89,14 @@ def _relative_time(seeds: Mapping[int, LoggedRun], base: Mapping[int, LoggedRun]
     for seed, run in seeds.items():
         hit = first_reaching(run.evaluations, target)
         num_censored += hit is None
-        other = base.get(seed)
-        start = None if other is None else first_reaching(other.evaluations, target)
-        if start is None or start.time == 0:
-            continue
-        if hit is not None:
-            reached.append(hit.time / start.time)
-        bounds.append((run.evaluations[-1] if hit is None else hit).time / start.time)
-    mean = mean_ci(reached) if reached else None
-    ends = (None, None, None) if mean is None else (mean.value, mean.low, mean.high)
+        start = first_reaching(base[seed].evaluations, target) if seed in base else None
+        if start is not None and start.time > 0:
+            bounds.append((hit or run.evaluations[-1]).time / start.time)
+            reached += [] if hit is None else bounds[-1:]
     return {
         "num_censored": num_censored,
         "num_pairs": len(reached),
         "num_unpaired": len(seeds) - len(bounds),
-        **{
-            f"relative_time{suffix}": np.nan if end is None else end
-            for suffix, end in zip(("", "_low", "_high"), ends, strict=True)
-        },
+        **interval_columns("relative_time", reached),
         "relative_time_bound": mean_ci(bounds).value if bounds else np.nan,
     }

@@ -5,7 +5,8 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from manifoldagg._io import atomic_write, check_matplotlib
+from manifoldagg._io import atomic_write, check_matplotlib, os_errors
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import plots
 from manifoldagg.experiments.compare import Comparison
@@ -91,19 +92,27 @@ def write_report(comparison: Comparison, folder: Path | str) -> list[Path]:
         ArgumentError: if `folder` contains other files than a report, or cannot be written.
     """
     folder = Path(folder)
-    check_destination(folder)
-    try:
+    with new_report(folder) as draft:
+        _write_json(draft / FILES[0], comparison.results())
+        lines = [json.dumps(row, allow_nan=False) + "\n" for row in comparison.log()]
+        (draft / FILES[1]).write_text("".join(lines), encoding="utf-8")
+        _write_json(draft / FILES[2], comparison.timing() | environment_info())
+        _draw(comparison, draft)
+    return [folder / file for file in FILES if (folder / file).exists()]
+
+
+@contextmanager
+def new_report(folder: Path, files: Sequence[str] = FILES, *, option: str = "name") -> Iterator[Path]:
+    """Create a folder for the files that the `with` block writes. It replaces an existing report as a whole.
+
+    The arguments and the errors are those of `check_destination`.
+    """
+    check_destination(folder, files, option=option)
+    with os_errors(f"out: {folder} cannot be written", ArgumentError):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder) as draft:
             draft.mkdir()
-            _write_json(draft / FILES[0], comparison.results())
-            lines = [json.dumps(row, allow_nan=False) + "\n" for row in comparison.log()]
-            (draft / FILES[1]).write_text("".join(lines), encoding="utf-8")
-            _write_json(draft / FILES[2], comparison.timing() | environment_info())
-            _draw(comparison, draft)
-    except OSError as error:
-        raise ArgumentError(f"out: {folder} cannot be written: {error.strerror or error}") from error
-    return [folder / file for file in FILES if (folder / file).exists()]
+            yield draft
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -175,14 +184,12 @@ def check_destination(folder: Path, files: Sequence[str] = FILES, *, option: str
         ArgumentError: if the folder contains other files, or cannot be created.
     """
     check_matplotlib()
-    try:
+    with os_errors(f"out: {folder} cannot be written", ArgumentError):
         if folder.is_symlink() or (folder.exists() and not _is_report(folder, files)):
             raise ArgumentError(f"{option}: {folder} exists and is not a report; choose another folder")
         parent = next(parent for parent in folder.absolute().parents if parent.exists())
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent):
             pass
-    except OSError as error:
-        raise ArgumentError(f"out: {folder} cannot be written: {error.strerror or error}") from None
 
 
 def environment_info() -> dict[str, object]:

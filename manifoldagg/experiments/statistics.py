@@ -1,5 +1,6 @@
 """Confidence intervals over seeds, and paired tests of methods over data sets and seeds."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from scipy import stats
 from manifoldagg._validation import check_choice, check_number
 from manifoldagg.errors import ArgumentError
 
-__all__ = ["MIN_PAIRS", "MeanCI", "compare_pairs", "compare_with", "holm", "mean_ci"]
+__all__ = ["MIN_PAIRS", "MeanCI", "compare_pairs", "compare_with", "holm", "interval_columns", "mean_ci"]
 
 MIN_PAIRS = 15
 """The minimum number of pairs of problem and seed for which two methods are tested."""
@@ -63,6 +64,20 @@ def mean_ci(values: Sequence[float]) -> MeanCI:
         raise ArgumentError("values: expected at least one value, got an empty sequence")
     half_width = float(stats.t.ppf(0.975, n - 1) * stats.sem(values)) if n > 1 else None
     return MeanCI(statistics.fmean(values), half_width, n)
+
+
+def interval_columns(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the mean of values as the column `name`, and its 95 % interval as `name_low` and `name_high`.
+
+    Without a value, all columns are NaN. With one value, the interval is NaN.
+
+    Example:
+        >>> interval_columns("loss", [2.0])
+        {'loss': 2.0, 'loss_low': nan, 'loss_high': nan}
+    """
+    mean = mean_ci(values) if len(values) else MeanCI(math.nan, None, 0)
+    half_width = math.nan if mean.half_width is None else mean.half_width
+    return {name: mean.value, f"{name}_low": mean.value - half_width, f"{name}_high": mean.value + half_width}
 
 
 def compare_with(scores: pd.DataFrame, method: str) -> pd.DataFrame:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from manifoldagg._io import atomic_write
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.plots import draw_sweep
-from manifoldagg.experiments.report import check_destination, read_report
+from manifoldagg.experiments.report import new_report, read_report
 from manifoldagg.experiments.spec_parser import parse_literal, parse_spec
 from manifoldagg.experiments.statistics import mean_ci
 
@@ -109,17 +108,11 @@ def write_sweep(folders: Iterable[Path | str], option: str, out: Path | str) -> 
     out = Path(out)
     reports = _read_reports(folders)
     frame = _frame(reports, option)
-    check_destination(out, FILES, option="out")
     settings = reports[0][1]["settings"]
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(out) as draft:
-            draft.mkdir()
-            frame.to_csv(draft / FILES[0], index=False, lineterminator="\n")
-            metric = settings.get("metrics", ["accuracy"])[0]
-            draw_sweep(draft / FILES[1], frame, option=option, title=settings["data"]["name"], metric=metric)
-    except OSError as error:
-        raise ArgumentError(f"out: {out} cannot be written: {error.strerror or error}") from error
+    with new_report(out, FILES, option="out") as draft:
+        frame.to_csv(draft / FILES[0], index=False, lineterminator="\n")
+        metric = settings.get("metrics", ["accuracy"])[0]
+        draw_sweep(draft / FILES[1], frame, option=option, title=settings["data"]["name"], metric=metric)
     return frame, [out / file for file in FILES]
 
 
