@@ -33,24 +33,26 @@ class Docstrings(griffe.Extension):
             for pattern, replacement in REPLACEMENTS:
                 obj.docstring.value = pattern.sub(replacement, obj.docstring.value)
             if obj.path.startswith("manifoldagg.cli.") and obj.name.endswith("_command"):
-                obj.docstring.value += option_table(obj)
+                description, _, arguments = obj.docstring.value.partition("Args:\n")
+                obj.docstring.value = description.rstrip() + option_table(obj, arguments)
 
 
-def option_table(command):
-    """Return a table of the options of a command, with the help of `typer.Option` or `typer.Argument`."""
+def option_table(command, arguments):
+    """Return a table of the options of a command, whose meanings are the descriptions of its arguments."""
     rows = ["\n\n| option | meaning |", "| --- | --- |"]
-    arguments = ast.parse(textwrap.dedent(command.source)).body[0].args.args
-    for argument, parameter in zip(arguments, command.parameters, strict=True):
-        for call in ast.walk(argument.annotation):
-            if isinstance(call, ast.Call) and call.func.attr in ("Option", "Argument"):
-                options = {keyword.arg: keyword.value for keyword in call.keywords}
-                names = [name.value for name in call.args] or ["--" + argument.arg.replace("_", "-")]
-                if call.func.attr == "Argument":
-                    names = [argument.arg.upper()]
-                meaning = _one_line(ast.literal_eval(options["help"]))
-                default = re.sub(r"^Path\((.*)\)$", r"\1", str(parameter.default)).strip("'\"")
-                if "show_default" not in options and default not in ("None", "False"):
-                    meaning += f" Default: `{default}`."
-                cells = [", ".join(f"`{name}`" for name in names), meaning]
-                rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    meanings = dict(re.findall(r"^ +(\w+): (.+(?:\n {8}.+)*)", arguments, flags=re.M))
+    nodes = ast.parse(textwrap.dedent(command.source)).body[0].args.args
+    for node, parameter in zip(nodes, command.parameters, strict=True):
+        if node.arg not in meanings:
+            continue
+        call = next((part for part in ast.walk(node.annotation) if isinstance(part, ast.Call)), None)
+        names = [name.value for name in call.args] if call else []
+        is_argument = call is not None and call.func.attr == "Argument"
+        names = names or [node.arg.upper() if is_argument else "--" + node.arg.replace("_", "-")]
+        meaning = _one_line(meanings[node.arg])
+        default = re.sub(r"^Path\((.*)\)$", r"\1", str(parameter.default)).strip("'\"")
+        if not (call and call.keywords) and default not in ("None", "False"):
+            meaning += f" Default: `{default}`."
+        cells = [", ".join(f"`{name}`" for name in names), meaning]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)

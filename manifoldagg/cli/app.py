@@ -1,5 +1,7 @@
 """The command-line application, which imports its commands lazily."""
 
+import inspect
+import re
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -17,6 +19,8 @@ from manifoldagg.errors import ArgumentError, ManifoldAggError
 
 __all__ = ["app", "main"]
 
+ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", flags=re.M)
+"""The description of an argument in a docstring, which is also the help text of the option."""
 COMMANDS = ("compare", "report", "merge", "route", "inspect", "doctor")
 
 
@@ -37,9 +41,15 @@ class LazyCommands(TyperGroup):
             raise ArgumentError(
                 f"{missing.name} is not installed: pip install 'manifoldagg[cli,experiments]'"
             ) from None
-        command = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-        command.command(cmd_name)(getattr(module, f"{cmd_name}_command"))
-        return typer.main.get_command(command)
+        function = getattr(module, f"{cmd_name}_command")
+        description, _, arguments = (inspect.getdoc(function) or "").partition("Args:\n")
+        group = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        group.command(cmd_name, help=description)(function)
+        command: Any = typer.main.get_command(group)
+        help_texts = {name: text.replace("\n        ", " ") for name, text in ARGUMENT.findall(arguments)}
+        for parameter in command.params:
+            parameter.help = help_texts.get(parameter.name)
+        return command
 
 
 app = typer.Typer(

@@ -42,184 +42,41 @@ OPTION_NAMES = {
 
 def compare_command(
     context: typer.Context,
-    data: Annotated[
-        str,
-        typer.Option(
-            help="The data set: `digits` (1,797 handwritten digits from scikit-learn), `fashion-mnist`, `watch`, "
-            "`japanese-vowels`, `idx:FOLDER` (MNIST and data sets with its file names), `shakespeare:FILE`, "
-            "`leaf:FOLDER`, `npz:FILE`, or `module:name` (your own LabelledDataset)."
-        ),
-    ] = "digits",
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="The model: `mlp`, `cnn:norm=batch`, `gru:hidden=128`, `transformer`, `lenet5`, `gpt`, ...  "
-            "[default: the model of the data set]",
-        ),
-    ] = None,
-    augment: Annotated[
-        str | None,
-        typer.Option(
-            help="The augmentation of training minibatches: `cropflip:padding=4`, or `module:name` (your own function "
-            "of inputs, labels and a generator).  [default: the augmentation of the data set]",
-        ),
-    ] = None,
-    clients: Annotated[int, typer.Option(help="The number of clients that share the data (see --partition).")] = 30,
-    num_updates: Annotated[
-        int, typer.Option("--updates", help="The number of client updates that the server receives in each run.")
-    ] = 200,
-    seeds: Annotated[
-        int, typer.Option(help="The number of repetitions with different splits, initial models and orders of events.")
-    ] = 3,
-    first_seed: Annotated[
-        int, typer.Option(help="The seed of the first repetition. Each further repetition increments the seed by 1.")
-    ] = 0,
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="The methods, separated by commas: names of rules in lower case with options, such as "
-            "`fedasync,asyncbezier:degree=3,threshold=auto`, or `module:name:option=value` for your own rule. The "
-            "value of an option may be your own object: `asynccorrected:correction=my_module:MyCorrection`."
-        ),
-    ] = "fedasync:weighted=True,fedortho,asynckrylov,asyncbezier",
-    rate: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="The global learning rate of all methods (`0.5`) or of one method (`fedasync=0.5`). May be repeated."
-        ),
-    ] = None,
-    partition: Annotated[
-        str,
-        typer.Option(
-            help="The split of the data: `dirichlet`, `iid`, `natural`, `natural:clients=30` (whole users), `sizes`, "
-            "`shards`, `cyclic`, `disjoint`, or `module:name`."
-        ),
-    ] = "dirichlet:concentration=0.5",
-    holdout: Annotated[
-        float | None,
-        typer.Option(
-            help="The fraction of each client's samples in the test set.  "
-            "[default: the test split of the data set, or 0.2]",
-        ),
-    ] = None,
-    validation: Annotated[
-        float,
-        typer.Option(
-            help="Test on this fraction of the training samples instead, to choose settings without the test set."
-        ),
-    ] = 0.0,
-    batch: Annotated[int, typer.Option(help="The number of samples in a minibatch.")] = 16,
-    scheduler: Annotated[
-        str | None,
-        typer.Option(
-            help="The scheduler: `priority:workers=2`, `independent`, `jackson:rates=rates.csv`, "
-            "`replay:trace.csv`.  [default: priority]",
-        ),
-    ] = None,
-    delays: Annotated[
-        str | None,
-        typer.Option(
-            help="The delays of clients that work independently: `exponential:mean=10`, `csv:measured.csv`, "
-            "`measured:measured.csv,as=gaussian` (fitted to each device), ..."
-        ),
-    ] = None,
-    availability: Annotated[
-        str | None,
-        typer.Option(help="Client availability: `churn:up=200,down=40,until=1000`, `file:changes.csv`."),
-    ] = None,
-    task_cost: Annotated[
-        str,
-        typer.Option(
-            help="The cost of a task: `fixed` (the number of minibatches of its client, for every method) or `trainer` "
-            "(the number of steps of the method's trainer)."
-        ),
-    ] = "fixed",
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            help="The number of clients that train at the same time.  [default: all clients, with one task each]",
-        ),
-    ] = None,
-    buffer: Annotated[
-        int | None,
-        typer.Option(
-            help="The number of updates in each step of the methods with a buffer.  [default: the size in the method]",
-        ),
-    ] = None,
-    refill: Annotated[
-        int | None,
-        typer.Option(help="Dispatch again when this number of slots is free, to all of them.  [default: 1]"),
-    ] = None,
-    averaging: Annotated[
-        str | None,
-        typer.Option(
-            "--swa",
-            help="Also average the models of each run, and evaluate the average: `start=0.75,cycle=5` averages every "
-            "fifth version of the last quarter. `period=20` lets `asynccurve` write its average to the model.",
-        ),
-    ] = None,
-    tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune",
-            help="Search each method's global rate first, in the same way for all, on other seeds and validation "
-            "samples. Finished runs are stored in --out, in `.tuned`.",
-        ),
-    ] = False,
-    tune_seeds: Annotated[int, typer.Option(help="The number of repetitions of each rate that --tune tries.")] = 3,
-    tune_length: Annotated[
-        float, typer.Option(help="The length of a run of --tune, as a fraction of --updates and --duration.")
-    ] = 1.0,
-    jobs: Annotated[int, typer.Option(help="The number of processes that train. The results do not depend on it.")] = 1,
-    eval_every: Annotated[int, typer.Option(help="The number of updates between evaluations of the model.")] = 1,
-    eval_starts: Annotated[
-        bool,
-        typer.Option(
-            "--eval-starts",
-            help="Also evaluate the start model of each task on the held-out samples of its client, and draw "
-            "`starts.png`.",
-        ),
-    ] = False,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            help="The accuracy in [0, 1] up to which updates are counted.  [default: the target of the data set]",
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="The folder of the reports.")] = Path("runs"),
-    name: Annotated[
-        str | None,
-        typer.Option(
-            help="The folder of the report in --out. An existing report is replaced.  [default: from the settings]",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Resume an interrupted comparison of the same settings, with the same results."),
-    ] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print one JSON object: the content of the files, and `files`. Messages go to stderr.",
-        ),
-    ] = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="A TOML file with a table for each comparison and a table `[defaults]`. Tables contain options by "
-            "their long names. Options on the command line override the file. Reports are named after the tables.",
-        ),
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="The tables of --config to run, separated by commas. May be repeated.")
-    ] = None,
-    duration: Annotated[
-        float | None,
-        typer.Option(
-            help="End each run after this virtual time in seconds, if it has fewer updates than --updates.",
-        ),
-    ] = None,
+    data: str = "digits",
+    model: str | None = None,
+    augment: str | None = None,
+    clients: int = 30,
+    num_updates: Annotated[int, typer.Option("--updates")] = 200,
+    seeds: int = 3,
+    first_seed: int = 0,
+    methods: str = "fedasync:weighted=True,fedortho,asynckrylov,asyncbezier",
+    rate: list[str] | None = None,
+    partition: str = "dirichlet:concentration=0.5",
+    holdout: float | None = None,
+    validation: float = 0.0,
+    batch: int = 16,
+    scheduler: str | None = None,
+    delays: str | None = None,
+    availability: str | None = None,
+    task_cost: str = "fixed",
+    concurrency: int | None = None,
+    buffer: int | None = None,
+    refill: int | None = None,
+    averaging: Annotated[str | None, typer.Option("--swa")] = None,
+    tune: Annotated[bool, typer.Option("--tune")] = False,
+    tune_seeds: int = 3,
+    tune_length: float = 1.0,
+    jobs: int = 1,
+    eval_every: int = 1,
+    eval_starts: Annotated[bool, typer.Option("--eval-starts")] = False,
+    target: float | None = None,
+    out: Path = Path("runs"),
+    name: str | None = None,
+    resume: Annotated[bool, typer.Option("--resume")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    config: Path | None = None,
+    only: list[str] | None = None,
+    duration: float | None = None,
 ) -> None:
     """Compare methods in virtual time under equal conditions.
 
@@ -249,6 +106,58 @@ def compare_command(
     - `plane.png` (the loss over the plane of one learned curve)
 
     Example: `manifoldagg compare --data digits --clients 30 --updates 200 --seeds 3`
+
+    Args:
+        data: The data set: `digits` (1,797 handwritten digits from scikit-learn), `fashion-mnist`, `watch`,
+            `japanese-vowels`, `idx:FOLDER` (MNIST and data sets with its file names), `shakespeare:FILE`,
+            `leaf:FOLDER`, `npz:FILE`, or `module:name` (your own LabelledDataset).
+        model: The model: `mlp`, `cnn:norm=batch`, `gru:hidden=128`, `transformer`, `lenet5`, `gpt`, ...  [default: the
+            model of the data set]
+        augment: The augmentation of training minibatches: `cropflip:padding=4`, or `module:name` (your own function of
+            inputs, labels and a generator).  [default: the augmentation of the data set]
+        clients: The number of clients that share the data (see --partition).
+        num_updates: The number of client updates that the server receives in each run.
+        seeds: The number of repetitions with different splits, initial models and orders of events.
+        first_seed: The seed of the first repetition. Each further repetition increments the seed by 1.
+        methods: The methods, separated by commas: names of rules in lower case with options, such as
+            `fedasync,asyncbezier:degree=3,threshold=auto`, or `module:name:option=value` for your own rule. The value
+            of an option may be your own object: `asynccorrected:correction=my_module:MyCorrection`.
+        rate: The global learning rate of all methods (`0.5`) or of one method (`fedasync=0.5`). May be repeated.
+        partition: The split of the data: `dirichlet`, `iid`, `natural`, `natural:clients=30` (whole users), `sizes`,
+            `shards`, `cyclic`, `disjoint`, or `module:name`.
+        holdout: The fraction of each client's samples in the test set.  [default: the test split of the data set, or
+            0.2]
+        validation: Test on this fraction of the training samples instead, to choose settings without the test set.
+        batch: The number of samples in a minibatch.
+        scheduler: The scheduler: `priority:workers=2`, `independent`, `jackson:rates=rates.csv`,
+            `replay:trace.csv`.  [default: priority]
+        delays: The delays of clients that work independently: `exponential:mean=10`, `csv:measured.csv`,
+            `measured:measured.csv,as=gaussian` (fitted to each device), ...
+        availability: Client availability: `churn:up=200,down=40,until=1000`, `file:changes.csv`.
+        task_cost: The cost of a task: `fixed` (the number of minibatches of its client, for every method) or `trainer`
+            (the number of steps of the method's trainer).
+        concurrency: The number of clients that train at the same time.  [default: all clients, with one task each]
+        buffer: The number of updates in each step of the methods with a buffer.  [default: the size in the method]
+        refill: Dispatch again when this number of slots is free, to all of them.  [default: 1]
+        averaging: Also average the models of each run, and evaluate the average: `start=0.75,cycle=5` averages every
+            fifth version of the last quarter. `period=20` lets `asynccurve` write its average to the model.
+        tune: Search each method's global rate first, in the same way for all, on other seeds and validation samples.
+            Finished runs are stored in --out, in `.tuned`.
+        tune_seeds: The number of repetitions of each rate that --tune tries.
+        tune_length: The length of a run of --tune, as a fraction of --updates and --duration.
+        jobs: The number of processes that train. The results do not depend on it.
+        eval_every: The number of updates between evaluations of the model.
+        eval_starts: Also evaluate the start model of each task on the held-out samples of its client, and draw
+            `starts.png`.
+        target: The accuracy in [0, 1] up to which updates are counted.  [default: the target of the data set]
+        out: The folder of the reports.
+        name: The folder of the report in --out. An existing report is replaced.  [default: from the settings]
+        resume: Resume an interrupted comparison of the same settings, with the same results.
+        as_json: Print one JSON object: the content of the files, and `files`. Messages go to stderr.
+        config: A TOML file with a table for each comparison and a table `[defaults]`. Tables contain options by their
+            long names. Options on the command line override the file. Reports are named after the tables.
+        only: The tables of --config to run, separated by commas. May be repeated.
+        duration: End each run after this virtual time in seconds, if it has fewer updates than --updates.
     """
     if config is not None:
         return run_config(context, config, only or [], _run)

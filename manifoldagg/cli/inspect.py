@@ -31,12 +31,8 @@ MAX_LISTED = 5
 
 
 def inspect_command(
-    path: Annotated[
-        Path, typer.Argument(help="A checkpoint, a journal (its path without `.N.journal`), or a segment of a journal.")
-    ],
-    records: Annotated[
-        bool, typer.Option("--records", help="Print the records as JSON lines, without tensors.")
-    ] = False,
+    path: Annotated[Path, typer.Argument()],
+    records: Annotated[bool, typer.Option("--records")] = False,
 ) -> None:
     """Report the content of a checkpoint or a journal of a server.
 
@@ -56,6 +52,10 @@ def inspect_command(
     not an error, because a server truncates it when it resumes.
 
     Example: `manifoldagg inspect runs/server.journal --records`
+
+    Args:
+        path: A checkpoint, a journal (its path without `.N.journal`), or a segment of a journal.
+        records: Print the records as JSON lines, without tensors.
     """
     summary = Summary(path)
     with graceful_shutdown():

@@ -29,45 +29,16 @@ MANIFOLD = re.compile(r"(?P<pattern>.+)=(?P<name>[A-Za-z]+)\((?P<arguments>[^()]
 
 
 def merge_command(
-    models: Annotated[
-        list[Path],
-        typer.Argument(help="Safetensors files, indices of shards, or folders of checkpoints.", show_default=False),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            help="The result: a file if the path ends in `.safetensors`, else a folder with the shards of the first "
-            "checkpoint.",
-            show_default=False,
-        ),
-    ],
-    method: Annotated[
-        str, typer.Option(help="The mean: `arithmetic`, `karcher`, `slerp`, `bezier` or `radial`.")
-    ] = "arithmetic",
-    weights: Annotated[
-        str | None, typer.Option(help="The weights, such as `2,1,1`. The default is equal weights.")
-    ] = None,
-    t: Annotated[float | None, typer.Option("--t", help="The parameter in [0, 1] of `slerp` and `bezier`.")] = None,
-    scope: Annotated[
-        str, typer.Option(help="The vectors whose directions are averaged: each `tensor`, or the whole `model`.")
-    ] = "tensor",
-    manifold: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="The manifold of the tensors of a pattern, such as `'*.rot=SpecialOrthogonal(8)'`. Repeat the option "
-            "for each pattern.",
-        ),
-    ] = None,
-    shard_size: Annotated[
-        str | None,
-        typer.Option(help="The maximum size of the tensors in a file, such as `5GB`."),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be read and written, and an estimate of the time.")
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Continue an interrupted merge, or start it again.")
-    ] = True,
+    models: Annotated[list[Path], typer.Argument(show_default=False)],
+    out: Annotated[Path, typer.Option(show_default=False)],
+    method: str = "arithmetic",
+    weights: str | None = None,
+    t: Annotated[float | None, typer.Option("--t")] = None,
+    scope: str = "tensor",
+    manifold: list[str] | None = None,
+    shard_size: str | None = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run")] = False,
+    resume: Annotated[bool, typer.Option("--resume/--no-resume")] = True,
 ) -> None:
     """Average model checkpoints that do not fit in memory.
 
@@ -78,6 +49,20 @@ def merge_command(
     complete.
 
     Example: `manifoldagg merge a.safetensors b.safetensors --method karcher --out mean.safetensors`
+
+    Args:
+        models: Safetensors files, indices of shards, or folders of checkpoints.
+        out: The result: a file if the path ends in `.safetensors`, else a folder with the shards of the first
+            checkpoint.
+        method: The mean: `arithmetic`, `karcher`, `slerp`, `bezier` or `radial`.
+        weights: The weights, such as `2,1,1`. The default is equal weights.
+        t: The parameter in [0, 1] of `slerp` and `bezier`.
+        scope: The vectors whose directions are averaged: each `tensor`, or the whole `model`.
+        manifold: The manifold of the tensors of a pattern, such as `'*.rot=SpecialOrthogonal(8)'`. Repeat the option
+            for each pattern.
+        shard_size: The maximum size of the tensors in a file, such as `5GB`.
+        dry_run: Print what would be read and written, and an estimate of the time.
+        resume: Continue an interrupted merge, or start it again.
     """
     with graceful_shutdown("interrupted: repeat the command to continue"):
         plan = plan_merge(

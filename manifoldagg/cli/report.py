@@ -22,38 +22,12 @@ __all__ = ["report_command", "report_tables"]
 
 
 def report_command(
-    folders: Annotated[list[Path], typer.Argument(help="Reports of `manifoldagg compare`.", show_default=False)],
-    axis: Annotated[
-        str,
-        typer.Option(
-            help="The cost axis of the plots and of the comparison at equal cost: `updates`, `time`, `gradients`, "
-            "`bytes`."
-        ),
-    ] = "updates",
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            help="The name of a method in the reports with which all other methods are compared, by seed and on all "
-            "axes. Times to a common target are relative to this method, or to FedAvg without this option.",
-        ),
-    ] = None,
-    proposed: Annotated[
-        str | None,
-        typer.Option(
-            help="The name of a method that was chosen before the runs. One-sided tests compare it with every other "
-            "method.",
-        ),
-    ] = None,
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            help="An option in which the comparisons differ, such as `concurrency`, `partition.concentration`, or "
-            "`epochs` of the methods. The command then only draws the final accuracy by the value of this option.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option(help="The folder of the combined report. An existing combined report is replaced.")
-    ] = Path("combined"),
+    folders: Annotated[list[Path], typer.Argument(show_default=False)],
+    axis: str = "updates",
+    baseline: str | None = None,
+    proposed: str | None = None,
+    sweep: str | None = None,
+    out: Path = Path("combined"),
 ) -> None:
     """Combine comparisons into one report, with confidence intervals of the differences.
 
@@ -73,6 +47,17 @@ def report_command(
     an option, with 95 % intervals over the seeds.
 
     Example: `manifoldagg report runs/digits runs/mnist --axis gradients --out combined`
+
+    Args:
+        folders: Reports of `manifoldagg compare`.
+        axis: The cost axis of the plots and of the comparison at equal cost: `updates`, `time`, `gradients`, `bytes`.
+        baseline: The name of a method in the reports with which all other methods are compared, by seed and on all
+            axes. Times to a common target are relative to this method, or to FedAvg without this option.
+        proposed: The name of a method that was chosen before the runs. One-sided tests compare it with every other
+            method.
+        sweep: An option in which the comparisons differ, such as `concurrency`, `partition.concentration`, or `epochs`
+            of the methods. The command then only draws the final accuracy by the value of this option.
+        out: The folder of the combined report. An existing combined report is replaced.
     """
     check_choice("axis", axis, AXES)
     if sweep is not None:

@@ -19,33 +19,15 @@ __all__ = ["objective_bound", "route_command", "routing_tables"]
 
 
 def route_command(
-    rates: Annotated[
-        Path,
-        typer.Option(
-            help="A CSV file with a column `rate` (tasks per unit of time) and optional columns `client` and `group`."
-        ),
-    ],
-    concurrency: Annotated[
-        int, typer.Option(help="The number of tasks at the clients at any time, queued or in service.")
-    ] = 100,
-    objective: Annotated[
-        str, typer.Option(help="`time`: the bound per unit of time. `update`: the bound after --updates updates.")
-    ] = "time",
-    rate: Annotated[float, typer.Option(help="The server's learning rate η.")] = 0.01,
-    smoothness: Annotated[float, typer.Option(help="The Lipschitz constant L of the gradients.")] = 1.0,
-    noise: Annotated[float, typer.Option(help="B = 2M² + σ², with heterogeneity M and σ² gradient noise.")] = 209.0,
-    gap: Annotated[
-        float,
-        typer.Option(
-            help="The gap A between the initial loss and the lowest loss. For `time`: the mean decrease per update."
-        ),
-    ] = 15.0,
-    num_updates: Annotated[
-        int, typer.Option("--updates", help="The total number T of updates, for the objective `update`.")
-    ] = 3000,
-    out: Annotated[
-        Path, typer.Option(help="The CSV file of the routing. The plot is written next to it as .png.")
-    ] = Path("routing.csv"),
+    rates: Annotated[Path, typer.Option()],
+    concurrency: int = 100,
+    objective: str = "time",
+    rate: float = 0.01,
+    smoothness: float = 1.0,
+    noise: float = 209.0,
+    gap: float = 15.0,
+    num_updates: Annotated[int, typer.Option("--updates")] = 3000,
+    out: Path = Path("routing.csv"),
 ) -> None:
     """Compute the optimal routing of tasks to clients with queueing theory.
 
@@ -56,6 +38,17 @@ def route_command(
     proportion to the clients' speeds.
 
     Example: `manifoldagg route --rates rates.csv --concurrency 100 --objective time --rate 0.01 --out routing.csv`
+
+    Args:
+        rates: A CSV file with a column `rate` (tasks per unit of time) and optional columns `client` and `group`.
+        concurrency: The number of tasks at the clients at any time, queued or in service.
+        objective: `time`: the bound per unit of time. `update`: the bound after --updates updates.
+        rate: The server's learning rate η.
+        smoothness: The Lipschitz constant L of the gradients.
+        noise: B = 2M² + σ², with heterogeneity M and σ² gradient noise.
+        gap: The gap A between the initial loss and the lowest loss. For `time`: the mean decrease per update.
+        num_updates: The total number T of updates, for the objective `update`.
+        out: The CSV file of the routing. The plot is written next to it as .png.
     """
     constants = {"rate": rate, "smoothness": smoothness, "noise": noise, "gap": gap}
     with graceful_shutdown():
