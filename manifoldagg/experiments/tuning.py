@@ -9,19 +9,19 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from manifoldagg import __version__
-from manifoldagg._io import atomic_write
+from manifoldagg._io import atomic_write, os_errors
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, check_count, check_number, short_repr
 from manifoldagg.errors import ArgumentError, DivergenceError, RuleError, StabilityWarning
 from manifoldagg.experiments import workloads
 from manifoldagg.experiments.registry import Factory
-from manifoldagg.experiments.spec_parser import error_context
+from manifoldagg.experiments.spec_parser import error_context, field_values
 from manifoldagg.experiments.workloads import referenced_files
 from manifoldagg.federated.clients.determinism import single_threaded
 from manifoldagg.federated.stability import has_buffer
@@ -292,21 +292,16 @@ def tune(
         start = find_rate(rule, method.rate_field)
     if start is None:
         return None
+    given = {"buffer": buffer if has_buffer(rule) else None, "refill": refill, "duration": duration}
     options: dict[str, Any] = {
         "num_updates": num_updates,
         "task_cost": task_cost,
         "concurrency": concurrency,
         "eval_every": max(1, num_updates // NUM_EVALUATIONS),
+        **{name: value for name, value in given.items() if value is not None},
     }
-    if buffer is not None and has_buffer(rule):
-        options["buffer"] = buffer
-    if refill is not None:
-        options["refill"] = refill
-    if duration is not None:
-        options["duration"] = duration
     specs = {"scheduler": scheduler, "delays": delays, "availability": availability}
-    key = {} if cache is None else _cache_key(method, federations, options, specs)
-    finished = _TuningCache(cache, method, key)
+    finished = _TuningCache(cache, method, {} if cache is None else _cache_key(method, federations, options, specs))
     workload = workloads.parse_workload(scheduler, delays, availability)
 
     def run_once(rate: float, federation: FederatedDataset) -> float:
@@ -316,13 +311,13 @@ def tune(
             rated.bind(clients, options.get("buffer"))
         except ValueError:
             return 0.0
-        try:
-            with warnings.catch_warnings():
-                # The search exceeds the stability limit on purpose.
-                warnings.simplefilter("ignore", StabilityWarning)
-                return tail_accuracy(run(federation, rated, **options, **workload, executor=workers, progress=advance))
-        except (DivergenceError, RuleError):
-            return 0.0
+        # The search exceeds the stability limit on purpose.
+        with warnings.catch_warnings(action="ignore", category=StabilityWarning):
+            try:
+                result = run(federation, rated, **options, **workload, executor=workers, progress=advance)
+            except (DivergenceError, RuleError):
+                return 0.0
+        return tail_accuracy(result)
 
     def score(rate: float) -> list[float]:
         return [finished.get_or_run(rate, one.seed, partial(run_once, rate, one)) for one in federations]
@@ -391,7 +386,7 @@ def find_rate(rule: Any, rate_field: str | None) -> float | None:
     *outer, name = rate_field.split(".")
     for part in outer:
         rule = getattr(rule, _check_field(rule, part))
-    if name == "rate" and name not in _init_fields(rule):
+    if name == "rate" and not (is_dataclass(rule) and name in field_values(rule)):
         return None
     given = getattr(rule, _check_field(rule, name))
     # If the field is `None`, the rule derives its rate from other options as the property `rate`.
@@ -400,13 +395,10 @@ def find_rate(rule: Any, rate_field: str | None) -> float | None:
 
 
 def _check_field(rule: Any, name: str) -> str:
-    if not _init_fields(rule):
+    known = [*field_values(rule)] if is_dataclass(rule) else []
+    if not known:
         raise ArgumentError(f"rate: expected a dataclass with a field {name!r}, got {type(rule).__name__}")
-    return check_choice("rate", name, _init_fields(rule))
-
-
-def _init_fields(rule: Any) -> list[str]:
-    return [one.name for one in fields(rule) if one.init] if is_dataclass(rule) else []
+    return check_choice("rate", name, known)
 
 
 def _with_option(rule: Any, option: str, value: Any) -> Any:
@@ -414,11 +406,8 @@ def _with_option(rule: Any, option: str, value: Any) -> Any:
     name, _, inner = option.partition(".")
     before = rule.options.get(name) if isinstance(rule, Factory) else getattr(rule, _check_field(rule, name))
     after = _with_option(before, inner, value) if inner else value
-    return (
-        replace(rule, options={**rule.options, name: after})
-        if isinstance(rule, Factory)
-        else replace(rule, **{name: after})
-    )
+    changed = {"options": {**rule.options, name: after}} if isinstance(rule, Factory) else {name: after}
+    return replace(rule, **changed)
 
 
 def _cache_key(
@@ -466,30 +455,27 @@ class _TuningCache:
     def _read(self) -> dict[str, dict[str, float]]:
         if self._path is None or not self._path.exists():
             return {}
+        with os_errors(f"cache: {self._path} cannot be read", ArgumentError):
+            data = self._path.read_bytes()
         try:
-            tree = json.loads(self._path.read_text())
+            tree = json.loads(data)
             found: dict[str, dict[str, float]] = tree["tail_accuracy"]
             numbers = [value for seeds in found.values() for value in seeds.values()]
-            if tree["key"] != self._key or not all(type(value) is float and 0 <= value <= 1 for value in numbers):
-                raise ValueError
-        except OSError as error:
-            raise ArgumentError(f"cache: {self._path} cannot be read: {error.strerror or error}") from error
+            valid = tree["key"] == self._key and all(type(value) is float and 0 <= value <= 1 for value in numbers)
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise ArgumentError(
-                f"cache: {self._path}: expected the file of a search; delete it to search again"
-            ) from None
+            valid = False
+        if not valid:
+            raise ArgumentError(f"cache: {self._path}: expected the file of a search; delete it to search again")
         return found
 
     def _write(self) -> None:
         if self._path is None:
             return
         tree = {"key": self._key, "tail_accuracy": self._scores}
-        try:
+        with os_errors(f"cache: {self._path} cannot be written", ArgumentError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(self._path) as draft:
                 draft.write_text(json.dumps(tree, indent=1, allow_nan=False) + "\n")
-        except OSError as error:
-            raise ArgumentError(f"cache: {self._path} cannot be written: {error.strerror or error}") from error
 
 
 def _digest(federation: FederatedDataset) -> str:
