@@ -14,7 +14,6 @@ import torch
 
 from manifoldagg._result_repr import format_result
 from manifoldagg._validation import check_choice, check_count, check_instance, check_number
-from manifoldagg.averaging import SWA
 from manifoldagg.errors import ArgumentError, StabilityWarning
 from manifoldagg.experiments import workloads
 from manifoldagg.experiments.landscape import Landscape, compute_landscape
@@ -27,9 +26,8 @@ from manifoldagg.federated import Server
 from manifoldagg.federated.clients.determinism import single_threaded
 from manifoldagg.federated.server.client_sampling import sampler_for
 from manifoldagg.federated.stability import has_buffer
-from manifoldagg.manifolds import ParameterSpace
 from manifoldagg.simulation.availability import Availability
-from manifoldagg.simulation.cost import Evaluation, StartEvaluation
+from manifoldagg.simulation.cost import StartEvaluation
 from manifoldagg.simulation.dataset import FederatedDataset, LabelledDataset, check_dataset
 from manifoldagg.simulation.delays import Delays
 from manifoldagg.simulation.engine import TASK_COSTS, UpdateEvent, run
@@ -215,30 +213,10 @@ def compare(
         availability = tuple(availability)
     if isinstance(averaging, str):
         averaging = WeightAveraging.parse(averaging)
-    arguments = {
-        "clients": clients,
-        "num_updates": num_updates,
-        "seeds": used_seeds,
-        "partition": partition,
-        "holdout": holdout,
-        "validation": validation,
-        "batch": batch,
-        "target": target,
-        "scheduler": scheduler,
-        "delays": delays,
-        "availability": availability,
-        "task_cost": task_cost,
-        "concurrency": concurrency,
-        "eval_every": eval_every,
-        "duration": duration,
-        "buffer": buffer,
-        "refill": refill,
-        "averaging": averaging,
-        "eval_starts": eval_starts,
-    }
+    arguments = {**locals(), "seeds": used_seeds}
     settings = comparison_settings(dataset, arguments)
-    names = ("num_updates", "task_cost", "concurrency", "refill", "duration")
-    options: dict[str, Any] = {name: value for name in names if (value := arguments[name]) is not None}
+    names = ("num_updates", "duration", "task_cost", "concurrency", "refill", "scheduler", "delays", "availability")
+    options: dict[str, Any] = {name: arguments[name] for name in names}
     split = partial(
         FederatedDataset.split,
         dataset,
@@ -266,9 +244,6 @@ def compare(
                 validation=validation,
                 used_seeds=used_seeds,
                 **options,
-                scheduler=scheduler,
-                delays=delays,
-                availability=availability,
                 buffer=buffer,
                 executor=workers,
                 progress=progress,
@@ -283,9 +258,10 @@ def compare(
         }
         stored = stack.enter_context(ComparisonProgress(Path(folder), settings, resume=resume)) if folder else None
         options |= {**workload, "eval_every": eval_every, "eval_starts": eval_starts, "executor": workers}
-        runner = _Runner(options, averaging, buffers, stored, progress, settings["methods"], first_seed)
+        curves = {} if stored is None else stored.load_curves(settings["methods"])
+        runner = _Runner(options, averaging, buffers, stored, progress, first_seed, curves)
         runs = {method.name: [runner.run(method, federation) for federation in federations] for method in methods}
-        drawn = next((runner.curves[name] for name in runs if name in runner.curves), None)
+        drawn = next((curves[name] for name in runs if name in curves), None)
         landscape = None if drawn is None else compute_landscape(federations[0], drawn)
     return Comparison(settings, runs, landscape)
 
@@ -335,68 +311,54 @@ def method_settings(methods: Iterable[Method]) -> dict[str, dict[str, Any]]:
     return {one.name: {"rule": stable_repr(one.rule), "trainer": stable_repr(one.trainer)} for one in methods}
 
 
+@dataclass(frozen=True)
 class _Runner:
     """A runner that executes the runs of a comparison, or loads those that have finished."""
 
-    def __init__(
-        self,
-        options: Mapping[str, Any],
-        averaging: WeightAveraging | None,
-        buffers: Mapping[str, int | None],
-        stored: ComparisonProgress | None,
-        progress: Callable[[str, int], None] | None,
-        names: Iterable[str],
-        first_seed: int,
-    ) -> None:
-        self._options = options
-        self._averaging = averaging
-        self._buffers = buffers
-        self._stored = stored
-        self._progress = progress
-        self._first_seed = first_seed
-        self.curves = {} if stored is None else stored.load_curves(names)
+    options: Mapping[str, Any]
+    averaging: WeightAveraging | None
+    buffers: Mapping[str, int | None]
+    stored: ComparisonProgress | None
+    progress: Callable[[str, int], None] | None
+    first_seed: int
+    curves: dict[str, LearnedCurve]
 
     def run(self, method: Method, federation: FederatedDataset) -> RunResult:
         """Run a method, or load its finished run."""
         name = method.name
         seed = federation.seed
-        stored = self._stored
-        finished = None if stored is None else stored.load_run(name, seed)
-        if stored is not None and finished is not None:
+        stored = self.stored
+        if stored is not None and (finished := stored.load_run(name, seed)) is not None:
             for row in finished.evaluations:
                 stored.log_evaluation(name, seed, row)
             return finished
         options = {
-            **self._options,
-            "buffer": self._buffers[name],
-            "averaging": self._average_of(method, federation),
-            "on_update": partial(self._save_curve, name) if seed == self._first_seed else None,
-            "progress": self._progress and partial(self._progress, name, seed),
+            **self.options,
+            "buffer": self.buffers[name],
+            "on_update": partial(self._save_curve, name) if seed == self.first_seed else None,
+            "progress": self.progress and partial(self.progress, name, seed),
         }
+        if self.averaging is not None:
+            rule: Any = method.bind(federation.trainable_clients, self.buffers[name]).rule
+            options["averaging"] = self.averaging.for_run(rule, self.options["num_updates"])
+        if stored is not None:
+            options["log"] = partial(stored.log_evaluation, name, seed)
+            options |= {"checkpoint": stored.checkpoint_policy(name, seed), "resume": True}
         with error_context(f"methods: {name}"):
-            if stored is None:
-                return run(federation, method, **options)
-            log = partial(stored.log_evaluation, name, seed)
-            policy = stored.checkpoint_policy(name, seed)
-            finished = run(federation, method, **options, log=log, checkpoint=policy, resume=True)
-        stored.save_run(name, seed, finished)
-        return finished
-
-    def _average_of(self, method: Method, federation: FederatedDataset) -> Callable[[ParameterSpace], SWA] | None:
-        if self._averaging is None:
-            return None
-        rule: Any = method.bind(federation.trainable_clients, self._buffers[method.name]).rule
-        return self._averaging.for_run(rule, self._options["num_updates"])
+            result = run(federation, method, **options)
+        if stored is not None:
+            stored.save_run(name, seed, result)
+        return result
 
     def _save_curve(self, name: str, event: UpdateEvent) -> None:
         """Save the first curve of a method that arrives in the second half of a run."""
         is_curve = len(event.payload.points) > 1 and "vertices" not in event.message.tensors
-        late = event.update_index >= LANDSCAPE_AFTER * self._options["num_updates"]
+        late = event.update_index >= LANDSCAPE_AFTER * self.options["num_updates"]
         if is_curve and late and name not in self.curves:
             phi = torch.cat([event.message.start[None], event.payload.points])
             self.curves[name] = LearnedCurve(name, event.update_index, event.client, phi)
-            if self._stored is not None:
-                self._stored.save_curve(self.curves[name])
+            if self.stored is not None:
+                self.stored.save_curve(self.curves[name])
 
 
 def _check_methods(methods: Any) -> None:
@@ -467,20 +429,21 @@ def _columns(kind: type[Any], rows: Sequence[Any]) -> dict[str, list[Any]]:
 
 def _summarise(runs: Sequence[RunResult], target: float) -> dict[str, float | int | None]:
     last = [run_.evaluations[-1] for run_ in runs]
-    final = [row.accuracy for row in last]
-    best = [max(run_.accuracy) for run_ in runs]
-    reached = [rounds for run_ in runs if (rounds := run_.updates_to(target)) is not None]
-    late = [x for run_ in runs for x in run_.staleness] or [0]
+    reached = [updates for run_ in runs if (updates := run_.updates_to(target)) is not None]
+    staleness = [x for run_ in runs for x in run_.staleness] or [0]
+    # The first metric is the accuracy.
+    metrics = {name: [(row.metrics or {})[name] for row in last] for name in list(last[0].metrics or ())[1:]}
     return {
-        "final_mean": statistics.fmean(final),
-        "final_sd": _standard_deviation(final),
-        **_summarise_metrics(last),
-        "best_mean": statistics.fmean(best),
-        "best_sd": _standard_deviation(best),
-        "updates_to_target_mean": statistics.fmean(reached) if reached else None,
+        "final_mean": statistics.fmean(row.accuracy for row in last),
+        "final_sd": _standard_deviation([row.accuracy for row in last]),
+        **{f"{name}_mean": statistics.fmean(values) for name, values in metrics.items()},
+        **{f"{name}_sd": _standard_deviation(values) for name, values in metrics.items()},
+        "best_mean": statistics.fmean(max(run_.accuracy) for run_ in runs),
+        "best_sd": _standard_deviation([max(run_.accuracy) for run_ in runs]),
+        "updates_to_target_mean": _mean(reached),
         "reached_target": len(reached),
-        "staleness_mean": statistics.fmean(late),
-        "staleness_max": max(late),
+        "staleness_mean": statistics.fmean(staleness),
+        "staleness_max": max(staleness),
         "gini_mean": statistics.fmean(run_.gini for run_ in runs),
         "theil_mean": statistics.fmean(run_.theil for run_ in runs),
         "rejected": sum(run_.rejected for run_ in runs),
@@ -489,25 +452,22 @@ def _summarise(runs: Sequence[RunResult], target: float) -> dict[str, float | in
     }
 
 
-def _summarise_metrics(last: Sequence[Evaluation]) -> dict[str, float | int | None]:
-    """Return the mean and the deviation of each metric except for the primary metric."""
-    columns = {name: [(row.metrics or {})[name] for row in last] for name in list(last[0].metrics or ())[1:]}
-    means = {f"{name}_mean": statistics.fmean(values) for name, values in columns.items()}
-    return means | {f"{name}_sd": _standard_deviation(values) for name, values in columns.items()}
-
-
 def _summarise_average(runs: Sequence[RunResult]) -> dict[str, float | int | None]:
     """Summarise the final `average_accuracy`, `loss` and `average_loss` over the runs."""
-    last = [run_.evaluations[-1] for run_ in runs]
-    accuracy = [row.average_accuracy for row in last if row.average_accuracy is not None]
-    losses = [row.loss for row in last if row.loss is not None]
-    average_losses = [row.average_loss for row in last if row.average_loss is not None]
+    accuracy, losses, average_losses = (
+        [value for run_ in runs if (value := getattr(run_.evaluations[-1], name)) is not None]
+        for name in ("average_accuracy", "loss", "average_loss")
+    )
     return {
-        "average_mean": statistics.fmean(accuracy) if accuracy else None,
+        "average_mean": _mean(accuracy),
         "average_sd": _standard_deviation(accuracy),
-        "loss_mean": statistics.fmean(losses) if losses else None,
-        "average_loss_mean": statistics.fmean(average_losses) if average_losses else None,
+        "loss_mean": _mean(losses),
+        "average_loss_mean": _mean(average_losses),
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def _standard_deviation(values: Sequence[float]) -> float | None:
