@@ -107,17 +107,16 @@ def draw_accuracy(
     several = max(map(len, runs.values())) > 1
     banded = several and len(runs) <= len(COLOURS)
     figure, axes = _figure(runs, 3.9)
+    by_updates = axis == "updates"
     for i, (label, seeds) in enumerate(runs.items()):
         x, accuracy = _align_on_axis(seeds, axis)
         mean = 100 * accuracy.mean(0)
-        step = "default" if axis == "updates" else "steps-post"
-        axes.plot(x / size, mean, drawstyle=step, label=_label(label), zorder=3 + i, **_style(i, len(runs), len(x)))
+        style = _style(label, i, len(runs), len(x))
+        axes.plot(x / size, mean, drawstyle="default" if by_updates else "steps-post", **style)
         if banded and len(seeds) > 1:
             spread = 100 * accuracy.std(0, ddof=1)
-            shade = {"step": "post"} if axis != "updates" else {}
-            axes.fill_between(
-                x / size, mean - spread, mean + spread, color=_style(i)["color"], alpha=0.15, linewidth=0, **shade
-            )
+            shade = {"color": style["color"], "alpha": 0.15, "linewidth": 0, "step": None if by_updates else "post"}
+            axes.fill_between(x / size, mean - spread, mean + spread, **shade)
     axes.axhline(100 * target, color="0.35", linestyle=(0, (1, 2)), linewidth=1, zorder=2)
     beside = axes.get_yaxis_transform()
     axes.text(1.01, 100 * target, f"target\n{format_percent(target)}", transform=beside, va="center", fontsize="small")
@@ -158,13 +157,7 @@ def draw_clients(
     figure, axes = _figure(clients, 3.6)
     for i, (label, seeds) in enumerate(clients.items()):
         ranked = np.array([np.quantile(seed, places, method="inverted_cdf") for seed in seeds])
-        axes.plot(
-            np.arange(1, count + 1),
-            100 * ranked.mean(0),
-            label=_label(label),
-            zorder=3 + i,
-            **_style(i, len(clients), count),
-        )
+        axes.plot(np.arange(1, count + 1), 100 * ranked.mean(0), **_style(label, i, len(clients), count))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlim(0.5, count + 0.5)
     axes.set_ylim(0, 102)
@@ -193,7 +186,7 @@ def draw_sweep(path: Path, frame: Any, *, option: str, title: str, metric: str =
     methods = {str(name): rows for name, rows in frame.groupby("method", sort=False)}
     figure, axes = _figure(methods, 3.6)
     for i, (label, rows) in enumerate(methods.items()):
-        style = _style(i, len(methods)) | {"markevery": 1, "label": _label(label), "zorder": 3 + i}
+        style = _style(label, i, len(methods), len(rows)) | {"markevery": 1}
         half = 100 * (rows["high"] - rows["mean"]).fillna(0.0)
         axes.errorbar(rows["value"], 100 * rows["mean"], yerr=half, capsize=2, elinewidth=1, **style)
     least, most = frame["value"].min(), frame["value"].max()
@@ -233,13 +226,12 @@ def draw_starts(
 
     received = Counter(row.client for rows in starts.values() for row in rows)
     clients = sorted(received, key=lambda client: (-received[client], client))[:MAX_PANELS]
-    lines = sum(1 + _label(name).count("\n") for name in starts)
-    figure = new_figure(WIDTH, 0.6 + 2.0 * len(clients) + 0.21 * math.ceil(lines / _columns(starts)))
+    figure = new_figure(WIDTH, 0.6 + 2.0 * len(clients) + _legend_height(starts))
     for client, row in zip(clients, figure.subplots(len(clients), 2, squeeze=False, sharex=True), strict=True):
         for i, (label, evaluations) in enumerate(starts.items()):
             own = [one for one in evaluations if one.client == client]
             x = np.arange(1, len(own) + 1)
-            style = _style(i, len(starts), len(x)) | {"label": _label(label), "zorder": 3 + i}
+            style = _style(label, i, len(starts), len(x))
             row[0].plot(x, [100 * one.accuracy for one in own], **style)
             row[1].plot(x, [math.nan if one.loss is None else one.loss for one in own], **style)
         row[0].set_ylim(0, 102)
@@ -261,11 +253,12 @@ def draw_traces(path: Path, traces: Mapping[str, Sequence[TaskRecord[Any]]], *, 
     """Draw a Gantt chart for the trace of each method. Equal traces share one chart."""
     panels: list[tuple[list[str], Sequence[TaskRecord[Any]]]] = []
     for name, trace in traces.items():
-        same = next((names for names, other in panels if other == trace), None)
-        if same is None:
-            panels.append(([name], trace))
+        for names, other in panels:
+            if other == trace:
+                names.append(name)
+                break
         else:
-            same.append(name)
+            panels.append(([name], trace))
     shown = panels[:MAX_PANELS]
     rows = max(len({record.client for record in trace}) for _, trace in shown)
     figure = new_figure(WIDTH, 0.5 + len(shown) * min(5.5, 1.3 + 0.14 * rows))
@@ -307,18 +300,19 @@ def _align_on_axis(seeds: Sequence[Sequence[Evaluation]], axis: str) -> tuple[np
 
 
 def _figure(names: Mapping[str, object], height: float) -> tuple[Any, Any]:
-    lines = sum(1 + _label(name).count("\n") for name in names)
-    figure = new_figure(WIDTH, height + 0.21 * math.ceil(lines / _columns(names)))
+    figure = new_figure(WIDTH, height + _legend_height(names))
     axes = figure.subplots()
     axes.grid(alpha=0.25)
     return figure, axes
 
 
-def _style(i: int, count: int = 1, points: int = 1) -> dict[str, Any]:
-    """Return the colour, dash, width and markers of the i-th of `count` lines."""
+def _style(label: str, i: int, count: int, points: int) -> dict[str, Any]:
+    """Return the label, the colour, the dashes, the width and the markers of the i-th of `count` lines."""
     turn, colour = divmod(i, len(COLOURS))
     every = max(count, points // 8)
     return {
+        "label": _label(label),
+        "zorder": 3 + i,
         "color": COLOURS[colour],
         "linestyle": DASHES[turn % len(DASHES)],
         "linewidth": MAX_LINE_WIDTH - (MAX_LINE_WIDTH - MIN_LINE_WIDTH) * i / max(1, count - 1),
@@ -345,6 +339,12 @@ def _interleave_dashes(lines: Iterable[Any]) -> None:
                 linewidth=(MAX_LINE_WIDTH + MIN_LINE_WIDTH) / 2,
                 linestyle=(-i * INTERLEAVED_DASH, (INTERLEAVED_DASH, INTERLEAVED_DASH * (len(same) - 1))),
             )
+
+
+def _legend_height(names: Mapping[str, object]) -> float:
+    """Return the height of a legend in inches."""
+    lines = sum(1 + _label(name).count("\n") for name in names)
+    return 0.21 * math.ceil(lines / _columns(names))
 
 
 def _columns(names: Mapping[str, object]) -> int:
