@@ -3,8 +3,11 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import numpy as np
 import pandas as pd
 
@@ -29,28 +32,8 @@ MEANS = ("final", *(f"at_{axis}" for axis in AXES), "updates_to_target", "time_t
 MEANS += ("average", "average_loss")
 """The columns of a run for which `CombinedReport.frame` contains means with intervals."""
 BUDGET_NAMES = {axis: f"equal {axis}" for axis in AXES} | {"time": "equal virtual time"}
-TABLE_NOTE = """\
-Accuracies are those of the server's model on the held-out samples of all clients, in percent. They are means over the
-seeds with 95 % intervals (Student's t). The columns *at* a cost use the last evaluation of each run within this cost,
-without interpolation. The cost is the largest cost that every run of the problem reached. The columns *to* a target are
-means over the runs that reached it. The last two columns are the mean costs of whole runs."""
-TEST_NOTE = """\
-The table compares each pair of methods with Wilcoxon's two-sided signed-rank test on the common pairs of problem and
-seed, at {axis}. The p-values include Holm's correction over all {count} tests. Differences are medians, in percentage
-points. The seeds of one problem share its samples, so the results may not generalise to other data."""
-BASELINE_NOTE = """\
-The table shows the difference to the accuracy of {baseline} at equal cost, in percentage points. Values are means of
-the differences by seed with 95 % intervals (Student's t)."""
-
-TIME_NOTE = """\
-The table shows the virtual time to an accuracy of {target:.1f} %, relative to {baseline} with the same seed. The target
-is 95 % of the lowest final accuracy of all methods (a mean over seeds). Values are means over the pairs of runs that
-both reached the target, with 95 % intervals. A run that does not reach the target is censored. The lower bound counts
-the final time of each censored run as its time to the target."""
-ONE_SIDED_NOTE = """\
-The table tests whether {method} is better than each other method, with Wilcoxon's one-sided signed-rank test at {axis}.
-The p-values include Holm's correction over all {count} tests. Such a test is valid only if {method} was chosen before
-the runs."""
+TEMPLATE = Path(__file__).with_name("report.md.j2")
+"""The template of the report in Markdown."""
 
 
 @dataclass(frozen=True)
@@ -346,64 +329,58 @@ def _format_amount(axis: str, value: float) -> str:
 
 
 def _markdown(combined: CombinedReport, frames: Mapping[str, pd.DataFrame | None], axis: str) -> str:
-    parts = ["# Comparison", TABLE_NOTE]
-    differences, times, one_sided = (frames[name] for name in ("baseline", "relative_time", "one_sided"))
-    for problem in combined.runs:
-        parts += [f"## {_escape(problem)}", markdown_table(combined.table(problem))]
-        if times is not None and problem in set(times["problem"]):
-            parts += _time_section(times[times["problem"] == problem])
-        if differences is None or problem not in set(differences["problem"]):
-            continue
-        found = differences[differences["problem"] == problem].sort_values(f"at_{axis}", ascending=False, kind="stable")
-        cells = {BUDGET_NAMES[name]: _format(found, f"at_{name}", "+.2f", scale=100) for name in AXES}
-        parts.append(BASELINE_NOTE.format(baseline=_escape(found["baseline"].iloc[0])))
-        parts.append(markdown_table(pd.DataFrame({"method": found["method"].to_list(), **cells})))
-    parts += ["## Differences", *_test_section(frames["pairs"], axis)]
-    if one_sided is not None:
-        parts += ["## One-sided tests", *_test_section(one_sided, axis, ONE_SIDED_NOTE)]
-    if combined.notes:
-        parts += ["## Settings that differ", "\n".join(f"- {_escape(note)}" for note in combined.notes)]
-    return "\n\n".join(parts) + "\n"
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"escape": _escape, "table": markdown_table, "times_table": _times_table}
+    environment.filters["differences_table"] = partial(_differences_table, axis=axis)
+    one_sided = frames["one_sided"]
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        combined=combined,
+        times=_by_problem(combined, frames["relative_time"]),
+        differences=_by_problem(combined, frames["baseline"]),
+        pairs=_tests_table(frames["pairs"]),
+        one_sided=None if one_sided is None else _tests_table(one_sided),
+        min_pairs=MIN_PAIRS,
+        budget=BUDGET_NAMES[axis],
+    )
 
 
-def _time_section(times: pd.DataFrame) -> list[str]:
-    """Format the relative times of one problem as a note and a table."""
-    bound = [
-        f"> {one.relative_time_bound:.3g}" if one.num_pairs + one.num_unpaired < one.seeds else ""
-        for one in times.itertuples()
-    ]
-    cells = {
-        "method": times["method"].to_list(),
-        "relative time": [mean or "unknown" for mean in _format(times, "relative_time", ".3g", ".2g")],
-        "pairs": [f"{one.num_pairs} of {one.seeds}" for one in times.itertuples()],
-        "censored runs": [str(count) for count in times["num_censored"]],
-        "lower bound": bound,
-    }
-    note = TIME_NOTE.format(target=100 * times["target"].iloc[0], baseline=_escape(times["baseline"].iloc[0]))
-    return [note, markdown_table(pd.DataFrame(cells))]
+def _by_problem(combined: CombinedReport, frame: pd.DataFrame | None) -> dict[str, list[pd.DataFrame]]:
+    """Return the rows of each problem, as a list that is empty if the problem has no rows."""
+    found = {} if frame is None else dict(iter(frame.groupby("problem")))
+    return {problem: [found[problem]] if problem in found else [] for problem in combined.runs}
 
 
-def _test_section(tests: pd.DataFrame, axis: str, note: str = TEST_NOTE) -> list[str]:
+def _times_table(times: pd.DataFrame) -> pd.DataFrame:
+    """Format the relative times of one problem."""
+    is_bound = times["num_pairs"] + times["num_unpaired"] < times["seeds"]
+    return pd.DataFrame(
+        {
+            "method": times["method"],
+            "relative time": [mean or "unknown" for mean in _format(times, "relative_time", ".3g", ".2g")],
+            "pairs": [f"{one.num_pairs} of {one.seeds}" for one in times.itertuples()],
+            "censored runs": times["num_censored"].astype(str),
+            "lower bound": times["relative_time_bound"].map("> {:.3g}".format).where(is_bound, ""),
+        }
+    )
+
+
+def _differences_table(differences: pd.DataFrame, axis: str) -> pd.DataFrame:
+    """Format the differences of one problem, with the largest difference on the axis first."""
+    found = differences.sort_values(f"at_{axis}", ascending=False, kind="stable")
+    cells = {BUDGET_NAMES[name]: _format(found, f"at_{name}", "+.2f", scale=100) for name in AXES}
+    return pd.DataFrame({"method": found["method"].to_list(), **cells})
+
+
+def _tests_table(tests: pd.DataFrame) -> dict[str, Any]:
+    """Return the formatted tests as `table`, the first method as `first`, and pairs without a test as `few`."""
     tested = tests[tests["p_value"].notna()].sort_values(["adjusted_p_value", "p_value"], kind="stable")
-    few = tests[tests["p_value"].isna()]
-    parts = []
-    if len(tested):
-        points = (100 * tested["median_difference"]).map("{:+.2f}".format)
-        text = tested.assign(
-            median_difference=points,
-            **{name: tested[name].map("{:.2g}".format) for name in ("p_value", "adjusted_p_value")},
-        ).astype(str)
-        heads = ["first", "second", "pairs", "first better", "second better", "difference", "p", "p, Holm"]
-        parts = [
-            note.format(axis=BUDGET_NAMES[axis], count=len(tested), method=_escape(tested["first"].iloc[0])),
-            markdown_table(text.set_axis(heads, axis=1)),
-        ]
-    if len(few):
-        who = f"{len(few)} further pairs of methods do not have" if len(tested) else "No methods have"
-        parts.append(
-            f"{who} the {MIN_PAIRS} pairs of problem and seed that a test requires: at most {few['count'].max()}."
-        )
-    return parts or ["No two methods have a problem and a seed in common."]
+    text = tested.assign(
+        median_difference=(100 * tested["median_difference"]).map("{:+.2f}".format),
+        **{name: tested[name].map("{:.2g}".format) for name in ("p_value", "adjusted_p_value")},
+    ).astype(str)
+    heads = ["first", "second", "pairs", "first better", "second better", "difference", "p", "p, Holm"]
+    table = text.set_axis(heads, axis=1) if len(tested) else None
+    return {"table": table, "first": next(iter(tests["first"]), ""), "few": tests[tests["p_value"].isna()]}
 
 
 def _escape(text: object) -> str:
