@@ -8,14 +8,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from manifoldagg import tensor_file
-from manifoldagg._io import FileLock
+from manifoldagg._io import FileLock, os_errors
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated import CheckpointPolicy
 from manifoldagg.simulation.cost import Evaluation, StartEvaluation
@@ -56,29 +55,24 @@ class ComparisonProgress:
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
         _check_own_files(folder)
         self._folder = folder
-        try:
+        with os_errors(f"folder: {folder} cannot be written", ArgumentError), ExitStack() as held:
             folder.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as held:
-                held.callback(_lock_folder(folder).close)
-                if not resume:
-                    _clear(folder)
-                path = folder / "settings"
-                given = {**settings, "versions": versions()}
-                if path.exists():
-                    check_compatible(folder, tensor_file.load(path, "comparison"), given)
-                else:
-                    tensor_file.save(path, "comparison", given)
-                self._log = held.enter_context(open(folder / "log.jsonl", "w", encoding="utf-8", buffering=1))
-                self._resources = held.pop_all()
-        except OSError as error:
-            raise ArgumentError(f"folder: {folder} cannot be written: {error.strerror or error}") from error
+            held.callback(_lock_folder(folder).close)
+            if not resume:
+                _clear(folder)
+            path = folder / "settings"
+            given = {**settings, "versions": versions()}
+            if path.exists():
+                check_compatible(folder, tensor_file.load(path, "comparison"), given)
+            else:
+                tensor_file.save(path, "comparison", given)
+            self._log = held.enter_context(open(folder / "log.jsonl", "w", encoding="utf-8", buffering=1))
+            self._resources = held.pop_all()
 
     def __enter__(self) -> "ComparisonProgress":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._resources.close()
 
     def log_evaluation(self, method: str, seed: int, evaluation: Evaluation) -> None:
@@ -109,13 +103,10 @@ class ComparisonProgress:
 
     def save_run(self, method: str, seed: int, run: RunResult) -> None:
         """Save a finished run."""
-        kinds = {"client": torch.int64, "staleness": torch.int64}
-        trace = {
-            one.name: torch.tensor(
-                [getattr(task, one.name) for task in run.trace], dtype=kinds.get(one.name, torch.float64)
-            )
-            for one in fields(TaskRecord)
-        }
+        trace = {}
+        for one in fields(TaskRecord):
+            dtype = torch.int64 if one.name in ("client", "staleness") else torch.float64
+            trace[one.name] = torch.tensor([getattr(task, one.name) for task in run.trace], dtype=dtype)
         tree = {
             "key": {"method": method, "seed": seed},
             "evaluations": [asdict(row) for row in run.evaluations],
@@ -130,14 +121,15 @@ class ComparisonProgress:
 
     def load_curves(self, methods: Iterable[str]) -> dict[str, LearnedCurve]:
         """Load the stored curves by method."""
-        paths = {method: self._folder / f"{_method_key(method)}.curve" for method in methods}
-        return {
-            method: LearnedCurve(*tensor_file.load(path, "curve")) for method, path in paths.items() if path.exists()
-        }
+        paths = {method: self._curve_path(method) for method in methods}
+        return {name: LearnedCurve(*tensor_file.load(path, "curve")) for name, path in paths.items() if path.exists()}
 
     def save_curve(self, curve: LearnedCurve) -> None:
         """Save a learned curve for the plot of its plane."""
-        tensor_file.save(self._folder / f"{_method_key(curve.method)}.curve", "curve", tuple(curve))
+        tensor_file.save(self._curve_path(curve.method), "curve", tuple(curve))
+
+    def _curve_path(self, method: str) -> Path:
+        return self._folder / f"{_method_key(method)}.curve"
 
     def _run_path(self, method: str, seed: int) -> Path:
         return self._folder / f"{_method_key(method)}-{seed}.run"

@@ -17,6 +17,7 @@ from jaxtyping import Float32, Int64
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from manifoldagg._io import os_errors
 from manifoldagg._validation import check_choice
 from manifoldagg.errors import ArgumentError
 from manifoldagg.simulation.dataset import LabelledDataset
@@ -66,14 +67,13 @@ def read_idx(path: str | os.PathLike[str]) -> Tensor:
                 [4, 5, 6]], dtype=torch.uint8)
     """
     path = Path(path)
-    try:
+    with os_errors(f"path: {path}: cannot be read", ArgumentError):
         data = path.read_bytes()
-        if data.startswith(GZIP_MAGIC):
+    if data.startswith(GZIP_MAGIC):
+        try:
             data = gzip.decompress(data)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ArgumentError(f"path: {path}: expected a whole gzip file, but: {error}") from None
-    except OSError as error:
-        raise ArgumentError(f"path: {path}: cannot be read: {error.strerror or error}") from None
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ArgumentError(f"path: {path}: expected a whole gzip file, but: {error}") from None
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in DTYPES or not 1 <= data[3] <= MAX_DIMENSIONS:
         types = ", ".join(f"{code:02x}" for code in DTYPES)
         raise ArgumentError(
@@ -90,9 +90,8 @@ def read_idx(path: str | os.PathLike[str]) -> Tensor:
         raise ArgumentError(
             f"path: {path}: expected {size} bytes of numbers for dimensions {dimensions}, got {len(data) - begin}"
         )
-    numbers = np.frombuffer(data, dtype.newbyteorder(">"), offset=begin).astype(dtype)
     try:
-        return torch.from_numpy(numbers.reshape(dimensions))
+        return torch.from_numpy(np.ndarray(dimensions, dtype.newbyteorder(">"), data, begin).astype(dtype))
     except ValueError as error:
         raise ArgumentError(f"path: {path}: expected dimensions of an array, got {dimensions}: {error}") from None
 
@@ -132,11 +131,10 @@ def read_text(path: Path) -> str:
         ArgumentError: if the file cannot be read, or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with os_errors(f"path: {path}: cannot be read", ArgumentError):
+            return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ArgumentError(f"path: {path}: expected text in UTF-8; {error.reason} at byte {error.start}") from None
-    except OSError as error:
-        raise ArgumentError(f"path: {path}: cannot be read: {error.strerror or error}") from None
 
 
 def with_model(

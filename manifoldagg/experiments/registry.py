@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from manifoldagg import corrections, curves
+from manifoldagg._io import os_errors
 from manifoldagg._validation import check_number, short_repr
 from manifoldagg.corrections import Correction
 from manifoldagg.errors import ArgumentError
@@ -362,13 +363,11 @@ def _user_optimizer(where: str, options: Mapping[str, str]) -> Any:
 
 def _read_shares(path: str) -> dict[int, float]:
     """Read a routing from a CSV file with the columns `client` and `share`."""
-    try:
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+    with os_errors(f"path: {path} cannot be read", ArgumentError), open(path, newline="", encoding="utf-8-sig") as file:
+        try:
             return {int(row["client"]): float(row["share"]) for row in csv.DictReader(file)}
-    except OSError as error:
-        raise ArgumentError(f"path: {path} cannot be read: {error.strerror or error}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArgumentError(f"path: {path}: expected numbers in the columns client and share: {error}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(f"path: {path}: expected numbers in the columns client and share: {error}") from None
 
 
 def _readers(*factories: Any) -> dict[str, Reader]:
