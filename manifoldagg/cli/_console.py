@@ -1,16 +1,19 @@
-"""Consoles for results and errors, warnings on one line, and the exception for usage errors."""
+"""Consoles for results and errors, tables, warnings on one line, and the exception for usage errors."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from manifoldagg.errors import StabilityWarning
 
-__all__ = ["UsageError", "console", "error_console", "stability_warnings"]
+__all__ = ["UsageError", "console", "error_console", "fold_names", "new_table", "stability_warnings"]
 
 console = Console()
 error_console = Console(stderr=True, highlight=False)
@@ -35,3 +38,21 @@ def stability_warnings() -> Iterator[None]:
         warnings.simplefilter("always", StabilityWarning)
         show_other, warnings.showwarning = warnings.showwarning, show
         yield
+
+
+def new_table(first: str, *numbers: str, title: str | Text | None = None, caption: str | None = None) -> Table:
+    """Make a table whose first column is left-aligned and whose other columns are right-aligned."""
+    grid = Table(first, title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in numbers:
+        grid.add_column(heading, justify="right")
+    return grid
+
+
+def fold_names(grid: Table, methods: Iterable[str]) -> None:
+    """Wrap long method names in a narrow terminal."""
+    for column in grid.columns:
+        column.no_wrap = True
+    names = grid.columns[0]
+    names.no_wrap = False
+    names.overflow = "fold"
+    names.min_width = min(11, max(map(len, methods)))

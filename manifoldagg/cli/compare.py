@@ -20,8 +20,7 @@ from manifoldagg._signals import graceful_shutdown
 from manifoldagg._validation import check_count, renamed_arguments
 from manifoldagg.cli._comparison import PlannedComparison
 from manifoldagg.cli._config_file import run_config
-from manifoldagg.cli._console import console, error_console, stability_warnings
-from manifoldagg.cli.tables import fold_names, new_table
+from manifoldagg.cli._console import console, error_console, fold_names, new_table, stability_warnings
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.compare import Comparison, compare
 from manifoldagg.experiments.plots import format_percent

@@ -17,8 +17,7 @@ from rich.text import Text
 from manifoldagg import tensor_file
 from manifoldagg._io import os_errors
 from manifoldagg._signals import graceful_shutdown
-from manifoldagg.cli._console import console, error_console
-from manifoldagg.cli.tables import new_table
+from manifoldagg.cli._console import console, error_console, new_table
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated.server.durability import checkpoint, log_format
 from manifoldagg.federated.server.durability.journal import Journal

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from manifoldagg._signals import graceful_shutdown
 from manifoldagg.averaging import Certificate, MergeInfo, MergePlan, plan_merge, run_merge
-from manifoldagg.cli._console import console, error_console
-from manifoldagg.cli.tables import new_table
+from manifoldagg.cli._console import console, error_console, new_table
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.spec import SPACES_BY_NAME
 

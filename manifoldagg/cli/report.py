@@ -10,8 +10,7 @@ from rich.text import Text
 
 from manifoldagg._signals import graceful_shutdown
 from manifoldagg._validation import check_choice
-from manifoldagg.cli._console import console
-from manifoldagg.cli.tables import fold_names, new_table
+from manifoldagg.cli._console import console, fold_names, new_table
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.combined_report import FILES, CombinedReport, load_reports, write_combined_report
 from manifoldagg.experiments.report import check_destination

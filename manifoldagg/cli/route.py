@@ -10,8 +10,7 @@ from rich.text import Text
 
 from manifoldagg._signals import graceful_shutdown
 from manifoldagg._validation import check_choice, check_count
-from manifoldagg.cli._console import console
-from manifoldagg.cli.tables import new_table
+from manifoldagg.cli._console import console, new_table
 from manifoldagg.routing import Bound, TimeBound, UpdateBound
 from manifoldagg.routing.plan import Plan, check_output_path, make_plan, read_rates, write_files
 

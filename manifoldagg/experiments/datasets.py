@@ -205,20 +205,16 @@ def leaf(folder: Path | str, users: str = "user") -> LabelledDataset:
     check_choice("users", users, LEAF_USERS)
     folder = Path(folder)
     parts = [(folder / part, part == "test") for part in ("train", "test") if (folder / part).is_dir()]
-    xs: list[Any] = []
-    ys: list[Any] = []
-    owners: list[int] = []
-    test: list[bool] = []
-    known: dict[str, int] = {}
-    for place, tested in parts or [(folder, False)]:
-        for user, x, y in _leaf_users(place, users):
-            who = known.setdefault(user, len(known))
-            xs += x
-            ys += y
-            owners += [who] * len(y)
-            test += [tested] * len(y)
-    if not xs:
+    samples = [
+        (owner, tested, x, y)
+        for place, tested in parts or [(folder, False)]
+        for owner, inputs_of, labels_of in _leaf_users(place, users)
+        for x, y in zip(inputs_of, labels_of, strict=True)
+    ]
+    if not samples:
         raise ArgumentError(f"folder: {folder}: expected samples, got files without samples")
+    owners, test, xs, ys = map(list, zip(*samples, strict=True))
+    number_of = {owner: i for i, owner in enumerate(dict.fromkeys(owners))}
     characters = sorted({c for text in (*xs, *ys) if isinstance(text, str) for c in text})
     number = {character: i for i, character in enumerate(characters)}
     inputs = _leaf_inputs(folder, xs, number)
@@ -231,7 +227,8 @@ def leaf(folder: Path | str, users: str = "user") -> LabelledDataset:
     suits = models.gru if not inputs.is_floating_point() else models.cnn if inputs.ndim == 4 else models.mlp
     given = torch.tensor(test) if any(test) and len(parts) > 1 else None
     made = torch.tensor(ys, dtype=torch.int64)
-    return with_model(_name(folder), inputs, made, suits, target=0.7, user_ids=torch.tensor(owners), test_mask=given)
+    user_ids = torch.tensor([number_of[owner] for owner in owners])
+    return with_model(_name(folder), inputs, made, suits, target=0.7, user_ids=user_ids, test_mask=given)
 
 
 def npz(path: Path | str) -> LabelledDataset:
