@@ -380,8 +380,7 @@ def _buffers_of(methods: Iterable[Method], clients: Sequence[int], buffer: int |
     found: dict[str, int | None] = {}
     for method in methods:
         with error_context(f"methods: {method.name}"):
-            accepts = buffer is not None and has_buffer(method.bind(clients).rule)
-        found[method.name] = buffer if accepts else None
+            found[method.name] = buffer if has_buffer(method.bind(clients).rule) else None
     if buffer is not None and not any(found.values()):
         raise ArgumentError("buffer: expected a method with a buffer, such as fedbuff; omit buffer")
     return found

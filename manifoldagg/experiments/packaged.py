@@ -1,7 +1,6 @@
 """Data sets that are included as files in other Python packages."""
 
 import importlib.util
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from manifoldagg._validation import check_choice, check_count
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments import models
 from manifoldagg.experiments.readers import LABEL_SET_FIELDS, with_model
-from manifoldagg.simulation.dataset import LabelledDataset, Signature
+from manifoldagg.simulation.dataset import LabelledDataset
 
 __all__ = ["japanese_vowels", "read_ts", "watch", "yeast"]
 
@@ -56,14 +55,10 @@ def watch(users: str = "subject", length: int = 100) -> LabelledDataset:
     windows = [_windows(series, length) for series in recorded["X"]]
     owner = recorded["subject"] * 2 + recorded["side"].astype(np.int64) if users == "wrist" else recorded["subject"]
     counts = [len(window) for window in windows]
-    return LabelledDataset(
-        "watch",
-        torch.from_numpy(np.concatenate(windows)),
-        torch.from_numpy(np.repeat(recorded["y"], counts)),
-        partial(models.mlp, Signature((6, length), classes=7)),
-        target=0.75,
-        user_ids=torch.from_numpy(np.repeat(np.unique(owner, return_inverse=True)[1], counts)),
-    )
+    inputs = torch.from_numpy(np.concatenate(windows))
+    labels = torch.from_numpy(np.repeat(recorded["y"], counts))
+    user_ids = torch.from_numpy(np.repeat(np.unique(owner, return_inverse=True)[1], counts))
+    return with_model("watch", inputs, labels, models.mlp, target=0.75, user_ids=user_ids)
 
 
 def japanese_vowels(path: Path | str = "") -> LabelledDataset:
@@ -92,18 +87,10 @@ def japanese_vowels(path: Path | str = "") -> LabelledDataset:
     names = [label for _, labels in parts for label in labels]
     longest = max(one.shape[1] for one in series)
     padded = [np.pad(one, ((0, 0), (0, longest - one.shape[1]))) for one in series]
-    speakers, speaker = np.unique(names, return_inverse=True)
-    labels = torch.from_numpy(speaker.astype(np.int64))
+    labels = torch.from_numpy(np.unique(names, return_inverse=True)[1].astype(np.int64))
     inputs = torch.from_numpy(np.stack(padded))
-    return LabelledDataset(
-        "japanese-vowels",
-        inputs,
-        labels,
-        partial(models.mlp, Signature(tuple(inputs.shape[1:]), classes=len(speakers))),
-        target=0.85,
-        user_ids=labels,
-        test_mask=torch.arange(len(labels)) >= len(parts[0][0]),
-    )
+    test = torch.arange(len(labels)) >= len(parts[0][0])
+    return with_model("japanese-vowels", inputs, labels, models.mlp, target=0.85, user_ids=labels, test_mask=test)
 
 
 def yeast(path: Path | str = "") -> LabelledDataset:
@@ -132,14 +119,8 @@ def yeast(path: Path | str = "") -> LabelledDataset:
     if columns.shape[1] <= YEAST_LABELS:
         raise ArgumentError(f"path: {file}: expected more than {YEAST_LABELS} columns, got {columns.shape[1]}")
     inputs, labels = np.split(columns, [-YEAST_LABELS], axis=1)
-    return with_model(
-        "yeast",
-        torch.from_numpy(inputs.copy()),
-        torch.from_numpy(labels.copy()),
-        models.mlp,
-        target=0.68,
-        **LABEL_SET_FIELDS,
-    )
+    samples, targets = torch.from_numpy(inputs.copy()), torch.from_numpy(labels.copy())
+    return with_model("yeast", samples, targets, models.mlp, target=0.68, **LABEL_SET_FIELDS)
 
 
 def read_ts(path: Path | str) -> tuple[list[np.ndarray], list[str]]:

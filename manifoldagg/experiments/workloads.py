@@ -38,15 +38,7 @@ from manifoldagg.simulation.availability import (
     churn,
     read_changes,
 )
-from manifoldagg.simulation.delays import (
-    Delay,
-    DelayFactory,
-    Delays,
-    Deterministic,
-    Empirical,
-    Exponential,
-    assign_profiles,
-)
+from manifoldagg.simulation.delays import Delay, DelayFactory, Delays, Empirical, Exponential, assign_profiles
 from manifoldagg.simulation.fitted_delays import FAMILIES, PerTask, fit_profiles
 from manifoldagg.simulation.jackson import JacksonNetwork
 from manifoldagg.simulation.partitions import Partition
@@ -232,7 +224,7 @@ def _priority(where: str, options: Mapping[str, str]) -> SchedulerFactory:
     return make
 
 
-def _independent(delays: Delay | DelayFactory = Deterministic(1.0)) -> SchedulerFactory:  # noqa: B008
+def _independent(delays: Delay | DelayFactory = distributions.Deterministic(1.0)) -> SchedulerFactory:  # noqa: B008
     if not (isinstance(delays, Delay) or callable(delays)):
         raise ArgumentError(f"delays: expected one by name, such as exponential; got {short_repr(delays)}")
 
