@@ -106,7 +106,7 @@ def draw_accuracy(
     size, unit, name = axis_unit(axis, most)
     several = max(map(len, runs.values())) > 1
     banded = several and len(runs) <= len(COLOURS)
-    figure, axes = _figure(runs, 3.9)
+    axes = _axes(runs, 3.9)
     by_updates = axis == "updates"
     for i, (label, seeds) in enumerate(runs.items()):
         x, accuracy = _align_on_axis(seeds, axis)
@@ -129,12 +129,9 @@ def draw_accuracy(
     axes.set_ylabel(f"{metric_name(runs)} on held-out samples, %")
     few, many = min(map(len, runs.values())), max(map(len, runs.values()))
     over = f"mean of {many if few == many else f'{few} to {many}'} seeds" if several else "1 seed"
-    axes.set_title(f"{_escape_math(title)}; {over}{', band ± 1 sd' if banded else ''}", fontsize="medium")
     axes.set_xlim(0, most / size or 1)
     axes.set_ylim(0, 100)
-    _legend(figure, runs)
-    _interleave_dashes(axes.lines[: len(runs)])
-    figure.savefig(path)
+    _save(axes, path, runs, f"{title}; {over}{', band ± 1 sd' if banded else ''}", axes.lines[: len(runs)])
 
 
 def draw_clients(
@@ -154,7 +151,7 @@ def draw_clients(
 
     count = max(len(seed) for seeds in clients.values() for seed in seeds)
     places = (np.arange(count) + 0.5) / count
-    figure, axes = _figure(clients, 3.6)
+    axes = _axes(clients, 3.6)
     for i, (label, seeds) in enumerate(clients.items()):
         ranked = np.array([np.quantile(seed, places, method="inverted_cdf") for seed in seeds])
         axes.plot(np.arange(1, count + 1), 100 * ranked.mean(0), **_style(label, i, len(clients), count))
@@ -164,10 +161,7 @@ def draw_clients(
     axes.set_xlabel("client, from the worst to the best")
     axes.set_ylabel(f"{metric} on own held-out samples, %")
     several = max(map(len, clients.values())) > 1
-    axes.set_title(f"{_escape_math(title)}; the best model{', mean over seeds' if several else ''}", fontsize="medium")
-    _legend(figure, clients)
-    _interleave_dashes(axes.lines)
-    figure.savefig(path)
+    _save(axes, path, clients, f"{title}; the best model{', mean over seeds' if several else ''}", axes.lines)
 
 
 def draw_sweep(path: Path, frame: Any, *, option: str, title: str, metric: str = "accuracy") -> None:
@@ -184,7 +178,7 @@ def draw_sweep(path: Path, frame: Any, *, option: str, title: str, metric: str =
         metric: the name of the metric, if it is not the accuracy.
     """
     methods = {str(name): rows for name, rows in frame.groupby("method", sort=False)}
-    figure, axes = _figure(methods, 3.6)
+    axes = _axes(methods, 3.6)
     for i, (label, rows) in enumerate(methods.items()):
         style = _style(label, i, len(methods), len(rows)) | {"markevery": 1}
         half = 100 * (rows["high"] - rows["mean"]).fillna(0.0)
@@ -198,12 +192,8 @@ def draw_sweep(path: Path, frame: Any, *, option: str, title: str, metric: str =
         axes.set_xticks([], minor=True)
     axes.set_xlabel(option)
     axes.set_ylabel(f"final {metric}, %")
-    seeds = frame["seeds"].max()
-    axes.set_title(
-        f"{_escape_math(title)}; {'mean, bars: 95 % intervals' if seeds > 1 else '1 seed'}", fontsize="medium"
-    )
-    _legend(figure, methods)
-    figure.savefig(path)
+    several = frame["seeds"].max() > 1
+    _save(axes, path, methods, f"{title}; {'mean, bars: 95 % intervals' if several else '1 seed'}")
 
 
 def draw_starts(
@@ -299,11 +289,11 @@ def _align_on_axis(seeds: Sequence[Sequence[Evaluation]], axis: str) -> tuple[np
     return x, np.array([w[i] for w, i in zip(worth, latest, strict=True)])
 
 
-def _figure(names: Mapping[str, object], height: float) -> tuple[Any, Any]:
-    figure = new_figure(WIDTH, height + _legend_height(names))
-    axes = figure.subplots()
+def _axes(names: Mapping[str, object], height: float) -> Any:
+    """Return the axes of a new figure with room for a legend."""
+    axes = new_figure(WIDTH, height + _legend_height(names)).subplots()
     axes.grid(alpha=0.25)
-    return figure, axes
+    return axes
 
 
 def _style(label: str, i: int, count: int, points: int) -> dict[str, Any]:
@@ -324,8 +314,12 @@ def _style(label: str, i: int, count: int, points: int) -> dict[str, Any]:
     }
 
 
-def _legend(figure: Any, names: Mapping[str, object]) -> None:
-    figure.legend(loc="outside lower center", ncols=_columns(names), fontsize="small", frameon=False)
+def _save(axes: Any, path: Path, names: Mapping[str, object], title: str, lines: Iterable[Any] = ()) -> None:
+    """Add a title and a legend, draw equal `lines` with interleaved dashes, and save the plot."""
+    axes.set_title(_escape_math(title), fontsize="medium")
+    axes.figure.legend(loc="outside lower center", ncols=_columns(names), fontsize="small", frameon=False)
+    _interleave_dashes(lines)
+    axes.figure.savefig(path)
 
 
 def _interleave_dashes(lines: Iterable[Any]) -> None:

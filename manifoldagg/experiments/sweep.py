@@ -11,7 +11,7 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.plots import draw_sweep
 from manifoldagg.experiments.report import new_report, read_report
 from manifoldagg.experiments.spec_parser import parse_literal, parse_spec
-from manifoldagg.experiments.statistics import mean_ci
+from manifoldagg.experiments.statistics import interval_columns
 
 __all__ = ["load_sweep", "write_sweep"]
 
@@ -85,13 +85,11 @@ def _frame(reports: Reports, option: str) -> pd.DataFrame:
     if len({value for _, value in finals}) < 2:
         given = ", ".join(f"{value:g}" for _, value in finals) or "no value"
         raise ArgumentError(f"sweep: expected reports with two or more values of {option}, got {given}")
-    rows = []
-    for (method, value), seeds in sorted(finals.items(), key=lambda item: item[0][1]):
-        found = mean_ci([*seeds.values()])
-        rows.append((method, value, found.count, found.value, found.low, found.high))
-    return pd.DataFrame(rows, columns=["method", "value", "seeds", "mean", "low", "high"]).astype(
-        {"low": float, "high": float}
-    )
+    rows = [
+        {"method": method, "value": value, "seeds": len(seeds)} | interval_columns("mean", [*seeds.values()])
+        for (method, value), seeds in sorted(finals.items(), key=lambda item: item[0][1])
+    ]
+    return pd.DataFrame(rows).rename(columns={"mean_low": "low", "mean_high": "high"})
 
 
 def write_sweep(folders: Iterable[Path | str], option: str, out: Path | str) -> tuple[pd.DataFrame, list[Path]]:
