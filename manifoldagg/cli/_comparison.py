@@ -81,8 +81,11 @@ class PlannedComparison:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The arguments of `compare` that determine the results, except for the size, the methods and the tuning."""
-        given = {name: self.options[name] for name in OPTIONAL_SETTINGS if self.options[name] not in (None, False)}
-        return {name: self.options[name] for name in SETTINGS} | given
+        settings = {name: self.options[name] for name in SETTINGS}
+        for name in OPTIONAL_SETTINGS:
+            if self.options[name] is not None and self.options[name] is not False:
+                settings[name] = self.options[name]
+        return settings
 
     @cached_property
     def folder(self) -> Path:

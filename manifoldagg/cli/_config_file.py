@@ -65,8 +65,8 @@ def run_config(
                 tables[name] = options
                 PlannedComparison.of(options).check_names()
         for count, (name, options) in enumerate(tables.items(), start=1):
-            comparison = PlannedComparison.of(options)
             with error_context(f"{path}: {name}"):
+                comparison = PlannedComparison.of(options)
                 finished = comparison.finished_report() if options["resume"] else None
                 state = f": is finished, in {comparison.folder}" if finished else ""
                 line = f"{name} ({count} of {len(tables)}){state}"

@@ -197,6 +197,7 @@ WRONG = [
     (["--only", "digits"], "only: expected --config, because --only selects its tables"),
     (["--concurrency", "0"], "error: concurrency: expected an integer >= 1, got 0"),
     (["--methods", "fedasync", "--buffer", "2"], "error: buffer: expected a method with a buffer, such as fedbuff"),
+    (["--methods", "fedbuff", "--buffer", "0"], "buffer: expected an integer >= 1, got 0"),
     (["--methods", "fedavg", "--refill", "2"], "methods: FedAvg: refill: expected None, as FedAvg decides"),
     (["--swa", "start=0.75,cycles=5"], "error: swa: no option 'cycles'; did you mean cycle?"),
     (
