@@ -68,6 +68,7 @@ __all__ = ["Server"]
 NOT_CALLED = (Payload, torch.nn.Module, type)
 """Types whose instances `receive` never calls. An instance may be callable without being a function that returns a
 payload. For example, a module is callable."""
+DEFAULT_CLOCK = time.monotonic
 # A library does not write to the terminal unless the application adds a handler.
 logging.getLogger("manifoldagg").addHandler(logging.NullHandler())
 
@@ -414,7 +415,7 @@ class Server:
             checkpoint.check_compatible(
                 space,
                 rule,
-                options.get("clock", time.monotonic),
+                options.get("clock", DEFAULT_CLOCK),
                 replace=replace and not has_records,
                 label="space" if model is space else "model",
             )

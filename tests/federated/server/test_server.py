@@ -377,7 +377,7 @@ def test_update_is_applied_completely_or_not_at_all(monkeypatch):
 
     before = fingerprint(s)
     for module, place in (
-        (state_module, "history_row"),
+        (state_module, "_history_row"),
         (update_processor, "AppliedUpdate"),
         (update_processor, "step"),
     ):
