@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import typer
-from rich.console import Console
 
 from manifoldagg._validation import short_repr
 from manifoldagg.cli._comparison import PlannedComparison
-from manifoldagg.cli._console import UsageError
+from manifoldagg.cli._console import UsageError, console, error_console
 from manifoldagg.errors import ArgumentError
 from manifoldagg.experiments.datasets import DATASETS
 from manifoldagg.experiments.spec_parser import Spec, choose, error_context, parse_literal, parse_spec
@@ -70,7 +69,8 @@ def run_config(
                 finished = comparison.finished_report() if options["resume"] else None
                 state = f": is finished, in {comparison.folder}" if finished else ""
                 line = f"{name} ({count} of {len(tables)}){state}"
-                Console(stderr=options["as_json"]).print(line, highlight=False, markup=False, soft_wrap=True)
+                say = (error_console if options["as_json"] else console).print
+                say(line, highlight=False, markup=False, soft_wrap=True)
                 if finished is None:
                     run(comparison)
                 elif options["as_json"]:

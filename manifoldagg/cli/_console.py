@@ -15,8 +15,9 @@ from manifoldagg.errors import StabilityWarning
 
 __all__ = ["UsageError", "console", "error_console", "fold_names", "new_table", "stability_warnings"]
 
-console = Console()
-error_console = Console(stderr=True, highlight=False)
+# Names such as `module:key:option=1` must not become emoji.
+console = Console(emoji=False)
+error_console = Console(stderr=True, highlight=False, emoji=False)
 
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__[::-1] if hasattr(kind, "format_message"))
 """The exception that typer raises for invalid arguments. Depending on the version, it is defined by typer or click."""

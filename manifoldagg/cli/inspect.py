@@ -64,7 +64,7 @@ def inspect_command(
                     print(json.dumps(_json_value(line)))
         except CheckpointError as error:
             summary.damage = str(error)
-    if not records:
+    if summary.kind and not records:
         for part in summary.tables():
             console.print(part)
     for note in summary.notes:
@@ -80,7 +80,7 @@ class Summary:
 
     Attributes:
         path: the path of the checkpoint or the journal.
-        kind: `"checkpoint"` or `"journal"`.
+        kind: `"checkpoint"` or `"journal"`. It is empty if the header cannot be read.
         formats: the versions of the file format.
         num_bytes: the total size of the files.
         version: the number of the server's latest model. It is `None` if the file does not contain it.

@@ -287,7 +287,7 @@ def _build_method(spec: Spec, global_rate: float | None = None) -> Method:
     rule = _build_per_clients(where, template.make, rule_options, template.fields)
     if isinstance(rule, Correction):
         raise ArgumentError(f"{where}: expected a rule, got a correction; write asynccorrected:correction={spec.name}")
-    if not (callable(rule) or isinstance(rule, Rule)):
+    if isinstance(rule, nn.Module) or not (callable(rule) or isinstance(rule, Rule)):
         raise ArgumentError(
             f"{where}: expected a rule, a class or function that makes one, or a Method, got {short_repr(rule)}"
         )

@@ -191,6 +191,7 @@ WRONG = [
     (["--delays", "exponental:mean=10"], "delays: no delays 'exponental'; did you mean exponential?"),
     (["--availability", "file:nowhere.csv"], "nowhere.csv"),
     (["--tune", "--tune-seeds", "0"], "tune-seeds: expected an integer >= 1, got 0"),
+    (["--data", "tests.simulation.custom:key"], "error: data: tests.simulation.custom:key: expected a name"),
     (["--task-cost", "date"], "error: task-cost: expected one of fixed, trainer; got 'date'"),
     (["--target", "2"], "target: expected"),
     (["--name", "a/b"], "name: expected the name of a folder in --out, got 'a/b'"),

@@ -8,6 +8,7 @@ import sys
 from itertools import pairwise
 
 import pytest
+import safetensors.torch
 import torch
 
 from manifoldagg import tensor_file
@@ -149,6 +150,14 @@ def test_a_corrupted_record_is_named(tmp_path):
     assert done.returncode == 1
     assert "j.0.journal: " in done.stderr
     assert "corrupted" in done.stderr
+
+
+def test_a_file_of_another_program_gives_only_an_error(tmp_path):
+    safetensors.torch.save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    done = call(tmp_path / "model.safetensors")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")
+    assert "model.safetensors: " in done.stderr
 
 
 def test_an_incomplete_tail_is_noted_without_an_error(tmp_path):

@@ -247,6 +247,7 @@ def test_user_rules_and_built_in_methods_are_listed_together():
     [
         (lambda: method(f"{OWN}:Plan"), f"methods: {OWN}:Plan: expected a name that the module {OWN} defines, got 'Plan'; did you mean Plain?"),
         (lambda: method(f"{OWN}:number"), f"methods: {OWN}:number: expected a rule, a class or function that makes one, or a Method, got 3"),
+        (lambda: method(f"{OWN}:module"), f"methods: {OWN}:module: expected a rule, a class or function that makes one, or a Method, got Linear"),
         (lambda: method(f"{OWN}:Signs:rat=1"), f"methods: {OWN}:Signs: no option 'rat'; did you mean rate?"),
         (lambda: method(f"{OWN}:Signs:rate=2"), f"methods: {OWN}:Signs: too fast"),
         (lambda: method(f"{OWN}:Signs:rate=1,rate=2"), f"methods: {OWN}:Signs: rate is given twice"),

@@ -55,6 +55,10 @@ bound = Method("Bound", lambda clients: Signs(1 / len(clients)), trainers.Local(
 number = 3
 
 
+def module():
+    return torch.nn.Linear(2, 1)
+
+
 @dataclass(frozen=True)
 class Shrink(Correction):
     """Divides each displacement by a number, and adds a part of the drift."""
