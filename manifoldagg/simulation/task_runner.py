@@ -145,6 +145,7 @@ class TaskRunner:
             self.client_states = self.client_states.delete(task_id.client)
         if outcome.payload is None:
             assert outcome.error is not None
+            outcome.error.add_note(f"in task {task_id.task_index} of client {task_id.client}")
             raise outcome.error
         return outcome.payload
 

@@ -182,6 +182,7 @@ def test_exceptions_of_training_propagate_unchanged(kind):
             if len(of.train[client]) == size:
                 with pytest.raises(DivergenceError, match="the loss is nan") as raised:
                     runner.result(TaskId(client, 0))
+                assert raised.value.__notes__[-1] == f"in task 0 of client {client}"
             else:
                 runner.result(TaskId(client, 0))
     if kind is Posted:
