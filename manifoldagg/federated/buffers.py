@@ -308,7 +308,7 @@ def initial_buffers(
         space.layout.check_buffers(buffers)
     except StateDictError as error:
         raise StateDictError(f"buffers: {error}") from None
-    chosen = resolve_policies(space.layout.buffers, buffer_policy)
+    chosen = resolve_policies(space.layout.buffers, buffer_policy, space.layout.entries)
     return PackedBuffers.of(chosen, {name: buffers[name].detach() for name in chosen}), chosen
 
 

@@ -6,7 +6,7 @@
 """
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def check_buffer_policy(patterns: Any) -> BufferPolicy:
     return patterns if isinstance(patterns, Mapping) else list(patterns)
 
 
-def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[str, str]:
+def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy, names: Collection[str] = ()) -> dict[str, str]:
     """Return the policy of each buffer, which determines how the server updates the buffer.
 
     - `"average"`, the default: the server moves the buffer towards the value that a client returns.
@@ -54,8 +54,13 @@ def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[s
     if the buffer is an integer counter with the name `num_batches_tracked`, and by `"leave"` otherwise. One client
     therefore cannot overwrite the indices or masks of all clients.
 
+    Args:
+        entries: the buffers.
+        patterns: the argument `buffer_policy`.
+        names: the names of all tensors of the model, for error messages.
+
     Raises:
-        ArgumentError: if `patterns` or a policy is invalid, or a pattern of a mapping matches no entry.
+        ArgumentError: if `patterns` or a policy is invalid, or a pattern matches no buffer.
 
     Example:
         >>> import torch
@@ -68,9 +73,10 @@ def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[s
     named = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, "average")
     for pattern, policy in named.items():
         check_choice(f"buffer_policy: {pattern}", policy, POLICIES)
-        matched = (entry.name == pattern or fnmatch.fnmatchcase(entry.name, pattern) for entry in entries)
-        if isinstance(given, Mapping) and not any(matched):
-            raise ArgumentError(f"buffer_policy: {short_repr(pattern)} matches no entry of the model")
+        if not any(_matches(entry.name, pattern) for entry in entries):
+            parameter = next((name for name in names if _matches(name, pattern)), None)
+            other = "entry of the model" if parameter is None else f"buffer, but the trainable parameter {parameter}"
+            raise ArgumentError(f"buffer_policy: {short_repr(pattern)} matches no {other}")
     chosen = {}
     for entry in entries:
         policy = "average"
@@ -84,6 +90,10 @@ def resolve_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> dict[s
     return chosen
 
 
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)
+
+
 def is_batch_counter(name: str, dtype: torch.dtype) -> bool:
     """Return whether a buffer counts batches, so that its value never decreases.
 
@@ -94,8 +104,12 @@ def is_batch_counter(name: str, dtype: torch.dtype) -> bool:
     return name.rpartition(".")[2] == COUNTER and not (dtype.is_floating_point or dtype.is_complex)
 
 
-def named_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> tuple[tuple[str, str], ...]:
+def named_policies(
+    entries: Sequence[Entry], patterns: BufferPolicy, names: Collection[str] = ()
+) -> tuple[tuple[str, str], ...]:
     """Return the pairs (name, policy) of the entries that a pattern matches.
+
+    The arguments are those of `resolve_policies`.
 
     Raises:
         ArgumentError: as in `resolve_policies`.
@@ -108,5 +122,5 @@ def named_policies(entries: Sequence[Entry], patterns: BufferPolicy) -> tuple[tu
     """
     if not patterns:
         return ()
-    resolved = resolve_policies(entries, patterns)
+    resolved = resolve_policies(entries, patterns, names)
     return tuple((name, policy) for name, policy in resolved.items() if name in patterns or matches_any(name, patterns))

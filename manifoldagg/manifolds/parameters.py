@@ -105,7 +105,8 @@ class ParameterSpace(Delegate):
                 trailing axes of a leaf must have the shape of the space, and the leading axes are axes of copies. A
                 geoopt manifold adapts its sizes to the leaf.
             buffer_policy: the policies of the buffers, as in `of_state_dict`. The policy of a frozen parameter is
-                `"leave"` unless a pattern matches its name.
+                `"leave"` unless a pattern matches its name. A trainable parameter is never a buffer of a module, so
+                each pattern must match a buffer or a frozen parameter.
             personal: names or glob patterns of parameters and buffers that remain on each client, such as
                 `["head.*", "*bn*"]`. They are not part of the space: `point`, `buffers`, `loss` and `load` ignore them
                 in a module or a state dict, and `state_dict` does not return them.
@@ -114,8 +115,8 @@ class ParameterSpace(Delegate):
 
         Raises:
             StateDictError: if a parameter is complex, uninitialised or too wide for `dtype`.
-            ArgumentError: if a pattern matches no leaf, the shape of a space does not fit a leaf, or all parameters are
-                personal.
+            ArgumentError: if a pattern matches no leaf or no buffer, the shape of a space does not fit a leaf, or all
+                parameters are personal.
 
         Example:
             >>> import torch
@@ -131,7 +132,8 @@ class ParameterSpace(Delegate):
         # A frozen parameter must not move towards the values of clients. All names of a tied parameter are listed,
         # because each of them can be the name of an entry.
         frozen = {name: "leave" for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        named = frozen | dict(named_policies(layout.buffers, check_buffer_policy(buffer_policy)))
+        patterns = check_buffer_policy(buffer_policy)
+        named = frozen | dict(named_policies(layout.buffers, patterns, layout.entries))
         policies = tuple((entry.name, named[entry.name]) for entry in layout.buffers if entry.name in named)
         return ParameterSpace(layout, curved, buffer_policies=policies, personal=own)
 

@@ -66,12 +66,7 @@ def test_buffer_policies_match_names_and_patterns():
     }
     given = {"*running*": "latest", "1.*": "leave", "1.running_var": "average", "*": "leave"}
     assert list(resolve_policies(ENTRIES, given).values()) == ["latest", "average", "leave", "leave"]
-    assert list(resolve_policies(ENTRIES, ["*running*", "nothing*"]).values()) == [
-        "average",
-        "average",
-        "latest",
-        "leave",
-    ]
+    assert list(resolve_policies(ENTRIES, ["*running*"]).values()) == ["average", "average", "latest", "leave"]
     kinds = (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e5m2)
     odd = [Entry(f"position_ids.{kind}", (3,), kind) for kind in kinds]
     assert set(resolve_policies(odd, ()).values()) == {"leave"}
@@ -347,6 +342,8 @@ def test_aggregate_supports_the_same_policies():
     [
         (lambda: start(buffer_policy={"*mean": "mean"}), r"buffer_policy: \*mean: expected one of average, latest, leave; got 'mean'"),
         (lambda: start(buffer_policy={"*avg": "leave"}), r"buffer_policy: '\*avg' matches no entry of the model"),
+        (lambda: start(buffer_policy=["*avg"]), r"buffer_policy: '\*avg' matches no entry of the model"),
+        (lambda: start(buffer_policy=["0.*"]), r"buffer_policy: '0\.\*' matches no buffer, but the trainable parameter 0.weight"),
         (lambda: started_with({}), "buffers: missing: "),
         (lambda: started_with({"1.running_mean": torch.zeros(3)}), r"buffers: 1.running_mean: expected shape \(2,\)"),
         (lambda: started_with({"1.num_batches_tracked": torch.tensor(0.0)}), "buffers: 1.num_batches_tracked: expected torch.int64"),

@@ -87,7 +87,8 @@ def test_a_state_dict_and_its_module_have_the_same_point(kind, seed):
     model = build(kind, seed)
     state = model.state_dict()
     frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
-    bare = ParameterSpace.of_state_dict(state, buffer_policy=(*frozen, "minus_infinity"))
+    masks = tuple(name for name in state if name == "minus_infinity")
+    bare = ParameterSpace.of_state_dict(state, buffer_policy=(*frozen, *masks))
     assert bare == ParameterSpace.of(model)
     assert hash(bare) == hash(ParameterSpace.of(model))
     assert torch.equal(bare.point(state), ParameterSpace.of(model).point(model))
@@ -214,6 +215,22 @@ def test_models_without_a_point_are_rejected():
         ParameterSpace.of_state_dict({"0": torch.ones(2)}).point({0: torch.ones(2)})
     with pytest.raises(ArgumentError, match="dtype: expected one of"):
         ParameterSpace.of(nn.Linear(2, 2), dtype=torch.float16)
+
+
+@pytest.mark.parametrize("kind", [list, lambda patterns: dict.fromkeys(patterns, "leave")])
+def test_pattern_of_a_buffer_policy_that_matches_no_buffer_is_rejected(kind):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[2].requires_grad_(False)
+    with pytest.raises(ArgumentError, match=r"'0\.\*' matches no buffer, but the trainable parameter 0\.weight$"):
+        ParameterSpace.of(model, buffer_policy=kind(["0.*"]))
+    for source in (
+        ParameterSpace.of,
+        lambda model, **options: ParameterSpace.of_state_dict(model.state_dict(), **options),
+    ):
+        with pytest.raises(ArgumentError, match=r"^buffer_policy: 'typo\*' matches no entry of the model$"):
+            source(model, buffer_policy=kind(["2.*", "typo*"]))
+    found = dict(ParameterSpace.of(model, buffer_policy=kind(["1.*", "2.*"])).buffer_policies)
+    assert found.keys() == {name for name in model.state_dict() if name[0] == "2" or name[:4] in ("1.ru", "1.nu")}
 
 
 @pytest.mark.usefixtures("as_shipped")

@@ -212,8 +212,9 @@ class Server:
         Args:
             model: a module or a state dict with the initial values. It is not modified.
             rule: the aggregation rule.
-            buffer_policy: the policies of the buffers, as in `InitialModel`. A frozen parameter of a module keeps its
-                value unless a pattern matches its name.
+            buffer_policy: the policies of the buffers, as in `InitialModel`. In a state dict, floating tensors that a
+                pattern matches are buffers. In a module, the buffers are its own buffers and its frozen parameters. A
+                frozen parameter keeps its value unless a pattern matches its name. Each pattern must match a buffer.
             manifolds: a mapping from parameter names or glob patterns to the manifolds of these parameters. All other
                 parameters are flat.
             adapters: whether the server aggregates the product of each pair of LoRA factors in a state dict instead of

@@ -134,9 +134,10 @@ def resumed_space(
     if isinstance(model, Manifold):
         check_no_model_options(manifolds, adapters, scaling)
         return model, buffer_policy
-    # Saved names are escaped, because they may contain special characters of glob patterns. They are passed as a
-    # sequence, in which a pattern without a matching buffer is valid.
-    saved = [] if isinstance(model, torch.nn.Module) else [glob.escape(name) for name in saved_policies]
+    # Saved names are escaped, because they may contain special characters of glob patterns. Names that the model lacks
+    # are omitted, so that the error message compares the spaces.
+    names = [name for name in saved_policies if name in model] if isinstance(model, Mapping) else []
+    saved = [glob.escape(name) for name in names]
     policies = saved if buffer_policy is None else buffer_policy
     space, policies = model_space(model, policies, manifolds, adapters, scaling, is_resumed=True)
     return space, None if buffer_policy is None else policies
