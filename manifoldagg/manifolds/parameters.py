@@ -516,7 +516,8 @@ class ParameterSpace(Delegate):
 
         Raises:
             StateDictError: if `model` does not have this layout.
-            ArgumentError: if the space has adapters.
+            ArgumentError: if the space has adapters, or if `model` is a `DataParallel`, which `functional_call` does
+                not support.
 
         Example:
             >>> import torch
@@ -530,6 +531,8 @@ class ParameterSpace(Delegate):
             raise ArgumentError(
                 "space: expected a space of a module, got a space of state dicts with adapters; use ParameterSpace.of"
             )
+        if isinstance(model, nn.DataParallel):
+            raise ArgumentError("model: expected a module that is not replicated, got DataParallel; pass model.module")
         self.layout.check(self.shared(tensors_of(model)))
         leaves = {leaf.name for leaf in self.layout.leaves}
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if name not in leaves}

@@ -2,11 +2,13 @@
 
 from collections.abc import Collection
 
-__all__ = ["wrapper_hint"]
+__all__ = ["without_compile_prefix", "wrapper_hint"]
+
+COMPILE_PREFIX = "_orig_mod"
 
 WRAPPER_PREFIXES = {
     "module": "DataParallel and DistributedDataParallel add; use the state dict of `model.module`",
-    "_orig_mod": "torch.compile adds; use the state dict of `model._orig_mod`",
+    COMPILE_PREFIX: "torch.compile adds; use the state dict of `model._orig_mod`",
     "_fsdp_wrapped_module": "FullyShardedDataParallel adds; use a full state dict",
 }
 """The prefixes and their explanations. The first prefix occurs only at the start of a name, the others anywhere."""
@@ -32,6 +34,16 @@ def wrapper_hint(given: Collection[str], expected: Collection[str]) -> str:
         if (part in mine) != (part in theirs):
             return f"; {'got' if part in mine else 'expected'} '{part}.' in names, which {why}"
     return ""
+
+
+def without_compile_prefix(name: str) -> str:
+    """Remove the prefixes that `torch.compile` adds to the name of a tensor.
+
+    Example:
+        >>> without_compile_prefix("_orig_mod.0._orig_mod.weight")
+        '0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != COMPILE_PREFIX)
 
 
 def _wrappers_in(names: Collection[str]) -> set[str]:

@@ -1,6 +1,7 @@
 """The function `train_client`, which trains a `torch.nn.Module` for one task of a server."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.clients.personal import train_personal
 from manifoldagg.federated.types import ClientState, Message, Payload, Trainer, check_trainer
 from manifoldagg.manifolds import ParameterSpace
+from manifoldagg.manifolds.layout import check_names
 from manifoldagg.manifolds.personal import check_patterns
+from manifoldagg.manifolds.wrapper_prefixes import without_compile_prefix
 
 __all__ = ["train_client"]
 
@@ -38,7 +41,8 @@ def train_client(
     start values come from the module. In later tasks, they come from `client_state`.
 
     Args:
-        model: a module with the same parameters as the server's model.
+        model: a module with the same parameters and buffers as the server's model. It may be compiled by
+            `torch.compile`.
         message: the server's message for the task. It is `ticket.message` for the result `ticket` of `Server.dispatch`.
         trainer: the trainer, which runs the local training.
         batches: an iterable of pairs (inputs, targets) that can be iterated several times.
@@ -74,9 +78,42 @@ def train_client(
     if not callable(criterion):
         raise ArgumentError(f"criterion: expected a function of outputs and targets, got {short_repr(criterion)}")
     check_instance("generator", generator, torch.Generator, "torch.Generator()")
-    if patterns := check_patterns(personal):
-        return train_personal(
+    patterns = check_patterns(personal)
+    space = ParameterSpace.of(model, personal=patterns)
+    names = _module_names(space, message)
+    message = replace(
+        message,
+        buffers={names[name]: buffer for name, buffer in message.buffers.items()},
+        requested_buffers=tuple(names[name] for name in message.requested_buffers),
+    )
+    if patterns:
+        payload = train_personal(
             model, message, trainer, batches, criterion, patterns, client_state=client_state, generator=generator
         )
-    space = ParameterSpace.of(model)
-    return trainer.train(space, message, space.loss(model, criterion), batches, client_state, generator=generator)
+    else:
+        loss = space.loss(model, criterion)
+        payload = trainer.train(space, message, loss, batches, client_state, generator=generator)
+    given = {names[name]: name for name in names}
+    return replace(payload, buffers={given.get(name, name): buffer for name, buffer in payload.buffers.items()})
+
+
+def _module_names(space: ParameterSpace, message: Message) -> dict[str, str]:
+    """Return the names that the buffers of a message have in the client's module.
+
+    A module that `torch.compile` has compiled has a prefix in its names.
+
+    Raises:
+        ArgumentError: if the module has another number of parameters or other buffers than the message.
+    """
+    if message.start.shape != space.shape:
+        raise ArgumentError(
+            f"model: expected the server's model with {message.start.numel()} trainable parameters, "
+            f"got {space.layout.size}"
+        )
+    own = [entry.name for entry in space.layout.buffers]
+    plain = {without_compile_prefix(name): name for name in own}
+    if message.buffers.keys() == plain.keys():
+        return plain
+    if message.buffers:
+        check_names(message.buffers.keys(), set(own), "model: ")
+    return {name: name for name in own}

@@ -161,6 +161,61 @@ def test_train_client_names_its_arguments():
         train_client(**good, batches=3)
 
 
+def normed(width=8, batch_norm=True):
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if batch_norm else nn.Identity(), nn.Linear(8, width))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from torch.compile
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_train_client_accepts_compiled_modules_and_names_other_models(batch_norm):
+    initial = normed(batch_norm=batch_norm)
+    batches = [(torch.ones(4, 4), torch.tensor([0, 1, 2, 0]))]
+
+    def train(model):
+        server = Server.of(initial, RULE)
+        ticket = server.dispatch("a")
+        given = train_client(model, ticket.message, clients.Local(epochs=1), batches, generator=torch.Generator())
+        return given, server.receive(ticket, given)
+
+    plain = normed(batch_norm=batch_norm)
+    nested = nn.Sequential(*plain)
+    nested[0] = torch.compile(nested[0], backend="eager")
+    payload, _ = train(plain)
+    for model in (torch.compile(plain, backend="eager"), nested):
+        found, receipt = train(model)
+        assert receipt.accepted
+        assert found.buffers.keys() == payload.buffers.keys()
+        assert all(torch.allclose(tensor, payload.buffers[name]) for name, tensor in found.buffers.items())
+    number = sum(parameter.numel() for parameter in initial.parameters())
+    with pytest.raises(ArgumentError, match=f"^model: expected the server's model with {number} trainable parameters"):
+        train(normed(9, batch_norm))
+    with pytest.raises(ArgumentError, match=r"^model: .*DataParallel.*model\.module"):
+        train(nn.DataParallel(plain))
+    if batch_norm:
+        with pytest.raises(ArgumentError, match="^model: missing: 1.num_batches_tracked, 1.running_mean, 1.running_v"):
+            train(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from torch.compile
+def test_train_client_trains_the_shared_part_of_a_compiled_module():
+    server = Server.of(normed(), RULE, personal=["2.*"])
+    batches = [(torch.ones(4, 4), torch.tensor([0, 1, 2, 0]))]
+    model, state = torch.compile(normed(), backend="eager"), None
+    for _ in range(2):
+        ticket = server.dispatch("a")
+        payload = train_client(
+            model,
+            ticket.message,
+            clients.Local(epochs=1),
+            batches,
+            client_state=state,
+            personal=["*2.*"],
+            generator=torch.Generator(),
+        )
+        state = payload.client_state
+        server.receive(ticket, payload).check()
+
+
 def test_options_name_themselves(tmp_path):
     limits = {option.name: getattr(UpdateLimits(), option.name) for option in fields(UpdateLimits)}
     check_messages(UpdateLimits, limits)
