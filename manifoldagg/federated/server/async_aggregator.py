@@ -22,7 +22,7 @@ from manifoldagg.federated.server.aggregate import (
     inferred_space,
 )
 from manifoldagg.federated.server.dispatch import make_message
-from manifoldagg.federated.server.durability.fingerprint import fingerprint, rule_difference
+from manifoldagg.federated.server.durability.fingerprint import fingerprint, first_difference, rule_difference
 from manifoldagg.federated.server.durability.persistent_map import AtomicReference
 from manifoldagg.federated.server.input_warnings import warn_if_adapter_factors
 from manifoldagg.federated.server.lock import OwnedLock
@@ -514,12 +514,14 @@ class AsyncAggregator:
         if not isinstance(state, Mapping) or set(state) != STATE_KEYS:
             raise ArgumentError("state: expected the result of AsyncAggregator.state()")
         given = fingerprint("rule", self._rule)
-        difference = rule_difference(state["rule"], given, replace=replace)
+        saved = state["rule"]
+        saved_class = saved.get("class") if isinstance(saved, dict) else saved
+        difference = first_difference("rule", saved_class, given["class"])
+        if difference is not None:
+            raise ArgumentError(f"state: {difference}; a rule of another class requires a new AsyncAggregator")
+        difference = rule_difference(saved, given, replace=replace)
         if difference is not None:
             raise ArgumentError(f"state: {difference}")
-        saved_class = state["rule"].get("class") if isinstance(state["rule"], dict) else None
-        if saved_class != given["class"]:
-            raise ArgumentError(f"state: rule: expected {given['class']}, got {short_repr(saved_class)}")
         tree = tree_map(dict(state), copy_tensor)
         with self._update_lock.lock:
             weights = self._state.value.weights

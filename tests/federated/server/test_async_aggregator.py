@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import threading
 
 import numpy as np
@@ -444,7 +445,10 @@ def test_load_with_other_rule_options_requires_replace_except_private(tmp_path):
     unchanged(versions, "state: rule: rate: was 0.5, got 0.25; pass replace=True", versions.load, saved)
     versions.load(saved, replace=True)
     other = made(FedBuff(2))
-    unchanged(other, "state: rule: expected .*FedBuff, got .*FedAsync", other.load, saved, replace=True)
+    for replace in (False, True):
+        unchanged(
+            other, r"state: rule: was .*FedAsync, got .*FedBuff; ((?!replace).)*$", other.load, saved, replace=replace
+        )
     counted = made(Private(FedBuff(2), clip=1.0, noise=1.0)).state()
     louder = made(Private(FedBuff(2), clip=1.0, noise=2.0))
     unchanged(louder, r"state: rule: \(clip, noise\) was", louder.load, counted, replace=True)
@@ -473,3 +477,9 @@ def test_open_starts_and_resumes_with_the_tasks_in_flight(tmp_path, model):
     with pytest.raises(CheckpointError, match="weights|in_flight"):
         again.save(tmp_path / "state")
     assert alike(opened().state(), AsyncAggregator.open(tmp_path / "state", FedBuff(2), model).state())
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_aggregator_cannot_be_copied_and_names_its_state(copied):
+    with pytest.raises(TypeError, match=r"^an AsyncAggregator has locks: .*; pass its `state\(\)` to `load`$"):
+        copied(made(FedAsync(0.5)))
