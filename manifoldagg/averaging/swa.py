@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -351,6 +351,11 @@ class SWA:
         with self._lock:
             self._spare_buffer = None
             self._state = _AverageState(last, count, like, mean, tuple(models.items()), truncated)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} has a lock: it cannot be copied or pickled; pass its `state()` to `load`"
+        )
 
     @property
     def _options(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import pickle
 import threading
 import warnings
 
@@ -563,3 +564,9 @@ def test_reads_do_not_block():
     thread.join(60)
     assert torch.equal(read[0][0], torch.ones(2))
     assert read[0][1] == 1
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_average_cannot_be_copied_and_names_its_state(copied):
+    with pytest.raises(TypeError, match=r"^a SWA has a lock: .*; pass its `state\(\)` to `load`$"):
+        copied(SWA(Flat(2)))

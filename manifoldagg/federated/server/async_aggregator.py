@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from immutables import Map
 from torch import Tensor
@@ -592,3 +592,6 @@ class AsyncAggregator:
         leaves = [clone(named[leaf.name].detach()) for leaf in layout.leaves]
         carried = {entry.name: named[entry.name].detach().clone() for entry in layout.buffers}
         return convert_like(self._template, layout.to_state_dict(leaves, carried), as_tensors("model", self._template))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an AsyncAggregator has locks: it cannot be copied or pickled; pass its `state()` to `load`")
