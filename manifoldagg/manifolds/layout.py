@@ -275,6 +275,20 @@ class Layout:
         check_tensors({entry.name: entry for entry in self.buffers}, tensors)
         check_memory(tensors, "")
 
+    def with_tied_names(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict in which each tied parameter has all its names, if it has one of them.
+
+        Example:
+            >>> layout = Layout((Entry("a", (), torch.float32),), aliases=(("b", "a"),))
+            >>> [*layout.with_tied_names({"b": torch.ones(())})]
+            ['b', 'a']
+        """
+        named = {**tensors}
+        for alias, name in self.aliases:
+            if alias in named:
+                named.setdefault(name, named[alias])
+        return named | {alias: named[name] for alias, name in self.aliases if name in named and alias not in named}
+
     def read_points(
         self, models: Mapping[str, Mapping[str, Tensor]], device: torch.device | None = None
     ) -> list[Tensor]:

@@ -317,7 +317,7 @@ class AsyncAggregator:
         place = (check_client(client), check_client(task, "task"))
         samples = check_samples(samples, DEFAULT_LIMITS.max_samples)
         check_choice("difference", difference, (True, False))
-        models, checkpoints = map_paths("update", update)
+        models, checkpoints = map_paths("update", update, self._space.layout)
         if self._update_lock.held_by_me():
             raise ArgumentError(
                 "async_aggregator: expected a call outside of an update; call this after `submit` has returned"

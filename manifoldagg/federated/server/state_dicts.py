@@ -24,7 +24,7 @@ from manifoldagg.kernels.alloc import stack
 from manifoldagg.manifolds import LowRank, Manifold, ParameterSpace
 from manifoldagg.manifolds.assign import Assignment
 from manifoldagg.manifolds.buffer_policies import BufferPolicy
-from manifoldagg.manifolds.layout import EXTRA_STATE, tensors_of
+from manifoldagg.manifolds.layout import EXTRA_STATE, Layout, tensors_of
 from manifoldagg.manifolds.lora.factors import combine_stacks
 from manifoldagg.manifolds.lora.scaling import Scaling
 from manifoldagg.manifolds.parameters import check_unscaled
@@ -217,12 +217,15 @@ def decoding_loader(
     return load
 
 
-def map_paths(label: str, models: Any) -> tuple[Any, list[CheckpointFiles]]:
+def map_paths(label: str, models: Any, layout: Layout) -> tuple[Any, list[CheckpointFiles]]:
     """Replace each checkpoint path by a state dict whose tensors are mapped into memory.
+
+    A checkpoint may contain a tied parameter under only one of its names, because safetensors files do not store ties.
 
     Args:
         label: the name of the argument in error messages.
         models: a model, a path, or a sequence of them.
+        layout: the layout of the models, which contains the names of tied parameters.
 
     Returns:
         The models, and the checkpoints of the paths. After the models have been read, the caller must check that these
@@ -231,11 +234,11 @@ def map_paths(label: str, models: Any) -> tuple[Any, list[CheckpointFiles]]:
     if isinstance(models, str | os.PathLike):
         try:
             checkpoint = open_checkpoint(label, models, FilePool())
-            return checkpoint.state_dict(), [checkpoint]
+            return layout.with_tied_names(checkpoint.state_dict()), [checkpoint]
         except CheckpointError as error:  # Its message starts with the path, which would be the field of a rejection.
             raise CheckpointError(f"{label}: {error}") from None
     if type(models) in (list, tuple) and any(isinstance(model, str | os.PathLike) for model in models):
-        mapped = [map_paths(f"{label}[{i}]", model) for i, model in enumerate(models)]
+        mapped = [map_paths(f"{label}[{i}]", model, layout) for i, model in enumerate(models)]
         return [model for model, _ in mapped], [checkpoint for _, found in mapped for checkpoint in found]
     return models, []
 
@@ -267,7 +270,7 @@ def _payload(
     """
     whole = check_parameter_space(schema.space)
     space = _without_buffers(whole)
-    model, checkpoints = map_paths("model", model)
+    model, checkpoints = map_paths("model", model, whole.layout)
     if isinstance(model, Mapping):
         given = {"model": model}
     elif type(model) in (list, tuple):

@@ -394,6 +394,30 @@ def test_an_aggregator_reads_an_update_from_a_file(tmp_path):
     assert bits(twins[0].model) == bits(twins[1].model)
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.last = nn.Embedding(5, 3), nn.Linear(3, 5), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.last.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("kept", ["embed.weight", "head.weight", "last.weight"])
+def test_a_file_may_contain_one_name_of_a_tied_parameter(kept, tmp_path):
+    """`safetensors.torch.save_model` and `save_pretrained` of transformers write such files."""
+    model, trained = Tied(), Tied()
+    path = tmp_path / "update.safetensors"
+    save_file({kept: trained.embed.weight, "head.bias": trained.head.bias}, path)
+    server, aggregator = Server.of(model, rules.FedAsync(1.0)), AsyncAggregator(rules.FedAsync(1.0), model.state_dict())
+    assert server.receive_model(server.dispatch("a"), path, samples=1).accepted
+    aggregator.checkout("a")
+    aggregator.submit("a", path, samples=1)
+    for found in (server.state_dict(), aggregator.model):
+        assert all(torch.allclose(x, trained.state_dict()[name]) for name, x in found.items())
+    save_file({"head.bias": trained.head.bias}, path)
+    receipt = server.receive_model(server.dispatch("b"), path, samples=1)
+    assert receipt.reason == "model: missing: embed.weight, head.weight, last.weight"
+
+
 class Rewrites(rules.FedOrtho):
     """A rule during whose step another process overwrites the file of the update."""
 
