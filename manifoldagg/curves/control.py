@@ -56,9 +56,9 @@ class Control:
 
     def __post_init__(self) -> None:
         if self.rate is not None:
-            check_number("control_rate", self.rate, above=0)
-        check_choice("control_start", self.start, ("chord", "base"))
-        check_number("control_projection", self.projection, at_least=0, at_most=1)
+            check_number("rate", self.rate, above=0)
+        check_choice("start", self.start, ("chord", "base"))
+        check_number("projection", self.projection, at_least=0, at_most=1)
         check_number("volume", self.volume, at_least=0)
 
     def indices(self, size: int) -> set[int]:

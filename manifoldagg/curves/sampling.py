@@ -65,7 +65,7 @@ class Sampling:
     samples: int = 1
 
     def __post_init__(self) -> None:
-        check_choice("sampling", self.kind, ("uniform", "stratified", "quadrature", "length"))
+        check_choice("kind", self.kind, ("uniform", "stratified", "quadrature", "length"))
         check_count("samples", self.samples)
 
     def check(self, embedding: Embedding) -> None:

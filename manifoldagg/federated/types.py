@@ -510,6 +510,10 @@ def check_averaging(averaging: Averaging | None) -> Averaging | None:
         ArgumentError: if the object lacks an attribute of `Averaging`, or if it would overwrite the server's model.
     """
     given: object = averaging
+    if isinstance(given, type):
+        raise ArgumentError(
+            f"averaging: expected an instance, got the class {given.__name__}; write {given.__name__}(space)"
+        )
     if averaging is not None and not isinstance(given, Averaging):
         missing = [name for name in ("average", "update", "state", "load") if not hasattr(averaging, name)]
         what = short_repr(given) if len(missing) > 2 else f"a {type(given).__name__} without {missing[0]}"

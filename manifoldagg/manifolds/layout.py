@@ -202,13 +202,24 @@ class Layout:
         shapes = [torch.Size(entry.shape) for entry in named.values()]
         return [*named], shapes, [entry.dtype for entry in named.values()]
 
-    def check_parameters(self, name: str) -> None:
+    def check_parameters(self, name: str, module: object = None) -> None:
         """Check that the layout has parameters.
 
+        Args:
+            name: the name of the argument in error messages.
+            module: the model, for error messages. Any value other than a module is ignored.
+
         Raises:
-            ArgumentError: if there are no parameters. The message contains the dtype of the first buffer.
+            ArgumentError: if there are no parameters. The message contains the dtype of the first buffer, or says that
+                all parameters of the module are frozen.
         """
         if self.size == 0:
+            own = [*module.parameters()] if isinstance(module, nn.Module) else []
+            if own and not any(parameter.requires_grad for parameter in own):
+                raise ArgumentError(
+                    f"{name}: expected trainable parameters, got a module whose parameters are all frozen "
+                    "(requires_grad=False)"
+                )
             first = next((f"; {entry.name} is {entry.dtype}" for entry in self.buffers), "")
             raise ArgumentError(f"{name}: expected floating parameters, got none{first}")
 

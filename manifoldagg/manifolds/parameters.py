@@ -36,6 +36,8 @@ from manifoldagg.manifolds.validate import check_point
 
 __all__ = ["ParameterSpace", "check_unscaled"]
 
+SOURCE = "source: "
+"""The start of error messages about the argument `source`."""
 FLAT_PREFIX_SUFFIX = "..before"
 FLAT_TAIL = "..after"
 """A part of the names of flat segments in the product space. No parameter has such a name."""
@@ -354,7 +356,8 @@ class ParameterSpace(Delegate):
             StateDictError: if a tensor is missing, superfluous or not finite, or has another shape or dtype.
             ArgumentError: if a leaf is not on its manifold. The message contains the distance.
         """
-        return self._read_points({"": self.stack_factors(tensors_of(source), scaling=scaling)}, device, validate)[0]
+        own = self.stack_factors(tensors_of(source), SOURCE, scaling)
+        return self._read_points({SOURCE: own}, device, validate)[0]
 
     def points(self, models: Mapping[str, Mapping[str, Tensor]]) -> list[Float[Tensor, " P"]]:
         """Return the points of several state dicts whose adapters are already stacked.
@@ -376,8 +379,8 @@ class ParameterSpace(Delegate):
         Raises:
             StateDictError: as in [`point`][manifoldagg.manifolds.ParameterSpace.point].
         """
-        tensors = self.stack_factors(tensors_of(source))
-        self.layout.check(tensors)
+        tensors = self.stack_factors(tensors_of(source), SOURCE)
+        self.layout.check(tensors, SOURCE)
         return {entry.name: tensors[entry.name].detach().clone() for entry in self.layout.buffers}
 
     def shared(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

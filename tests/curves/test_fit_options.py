@@ -378,7 +378,7 @@ EYE = torch.eye(3)
     ("options", "words"),
     [
         (lambda: {"curve": 3}, "curve: expected Embedding"),
-        (lambda: {"sampling": Sampling(kind="sobol")}, "sampling: expected one of uniform, stratified, quadrature"),
+        (lambda: {"sampling": Sampling(kind="sobol")}, "^kind: expected one of uniform, stratified, quadrature"),
         (
             lambda: {"curve": Simplex(Flat(3), 3), "sampling": Sampling("length")},
             "sampling: expected uniform, or a curve",
@@ -405,7 +405,7 @@ EYE = torch.eye(3)
         (lambda: {"control": Control(free=[0, -3])}, "free: expected different indices"),
         (lambda: {"control": Control(free=[])}, "free: expected different indices"),
         (lambda: {"control": Control(free=1)}, "free: expected different indices"),
-        (lambda: {"control": Control(projection=1.5)}, "control_projection: expected"),
+        (lambda: {"control": Control(projection=1.5)}, "^projection: expected"),
         (
             lambda: {"control": Control(projection=0.5), "curve": Bezier(Sphere(3)), "start": EYE[0]},
             "control_projection: expected a curve",

@@ -765,7 +765,7 @@ def test_invalid_arguments_are_rejected_by_name(tmp_path):
         ({"limit": 3}, r"^limit: .*concurrency.*limits.*: did you mean limits\?$"),
         ({"limits": ServerLimits(max_in_flight=3)}, "^limits: max_in_flight: expected None; use concurrency for"),
         ({"num_rounds": 3}, "^num_rounds: .*: pass it to start"),
-        ({"limits": 3}, "^limits: expected ServerLimits, got 3"),
+        ({"limits": 3}, "^limits: expected ServerLimits or UpdateLimits, got 3; to combine them, write ServerLimits"),
         ({"weights": "x"}, "^weights: expected one of observed, uniform; got 'x'"),
         ({"memory": 16}, "^memory: expected MemoryPolicy"),
         ({"buffer_policy": "*mean"}, "^buffer_policy: expected a sequence"),

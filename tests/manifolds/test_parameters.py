@@ -151,8 +151,8 @@ def spoil(name, tensor):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda s: s.pop("scale"), "missing: scale"),
-        (lambda s: s.update(more=torch.ones(1)), "extra: more"),
+        (lambda s: s.pop("scale"), "^source: missing: scale"),
+        (lambda s: s.update(more=torch.ones(1)), "^source: extra: more"),
         (lambda s: s.update(scale=torch.ones(1)), r"scale: expected shape \(\), got \(1,\)"),
         (lambda s: s.update(scale=torch.tensor(1.0).double()), "scale: expected torch.float32, got torch.float64"),
         (lambda s: s.update(scale=torch.tensor(float("nan"))), "scale: expected finite values"),

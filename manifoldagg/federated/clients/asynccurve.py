@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldagg._validation import check_choice, check_count, check_decay, check_number, check_shape, short_repr
+from manifoldagg._validation import (
+    check_choice,
+    check_count,
+    check_decay,
+    check_number,
+    check_shape,
+    renamed_arguments,
+    short_repr,
+)
 from manifoldagg.curves import Bezier, Control, Phases, ProximalTerm, Sharpness, Training
 from manifoldagg.curves.proximal import check_proximal
 from manifoldagg.errors import ArgumentError
@@ -129,12 +137,14 @@ class AsyncCurve(BaseTrainer):
         return Payload(learned.phi[1:], samples, numbers={"batches": passed}, buffers=buffers)
 
     def _options(self, optimizer: Optimizer = torch.optim.Adam) -> dict[str, Any]:
+        training = Training(optimizer, self.rate, sharpness=self.sharpness)
+        rate = self.rate / 10 if self.control_rate is None else self.control_rate
+        with renamed_arguments({"rate": "control_rate"}):
+            control = Control(rate, projection=self.projection)
         return {
             "phases": Phases((self.epochs, self.epochs), alternate=True),
-            "training": Training(optimizer, self.rate, sharpness=self.sharpness),
-            "control": Control(
-                self.rate / 10 if self.control_rate is None else self.control_rate, projection=self.projection
-            ),
+            "training": training,
+            "control": control,
         }
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from manifoldagg._validation import check_choice, check_count, short_repr
+from manifoldagg._validation import check_choice, check_count, renamed_arguments, short_repr
 from manifoldagg.curves import (
     Bezier,
     Control,
@@ -28,6 +28,9 @@ from manifoldagg.federated.types import Message, Payload
 from manifoldagg.manifolds.optimizers import Optimizer
 
 __all__ = ["Curve"]
+
+CONTROL_NAMES = {"rate": "control_rate", "start": "control_start", "projection": "control_projection"}
+"""The names of the options of the trainer, by the names of the options of `Control`."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +131,15 @@ class Curve(BaseTrainer):
 
     def _options(self, size: int) -> dict[str, Any]:
         free = None if self.freeze_end else range(1, size)
+        with renamed_arguments(CONTROL_NAMES):
+            control = Control(self.control_rate, self.control_start, self.control_projection, free)
+        with renamed_arguments({"kind": "sampling"}):
+            sampling = Sampling(self.sampling, self.samples)
         return {
             "phases": Phases(self.epochs, self.steps, self.alternate),
             "training": Training(self.optimizer, self.rate, self.proximal, self.sharpness),
-            "control": Control(self.control_rate, self.control_start, self.control_projection, free),
-            "sampling": Sampling(self.sampling, self.samples),
+            "control": control,
+            "sampling": sampling,
         }
 
     def num_steps(self, message: Message, num_batches: int) -> int:

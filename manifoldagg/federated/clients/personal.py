@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldagg._validation import short_repr
+from manifoldagg._validation import renamed_arguments, short_repr
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.types import ClientState, Message, Payload, Trainer
 from manifoldagg.manifolds import ParameterSpace
@@ -51,7 +51,8 @@ def train_personal(
     own, memory = _split_state(client_state)
     # The server's model replaces the tensors of the module, and the client's personal tensors replace both.
     given = {**tensors_of(model), **space.state_dict(message.start, message.buffers or None), **own}
-    start = whole.point(given, device=message.start.device)
+    with renamed_arguments({"source": "message"}):
+        start = whole.point(given, device=message.start.device)
     named_buffers = [entry.name for entry in whole.layout.buffers]
     wanted = (*message.requested_buffers, *(name for name in named_buffers if name in space.personal))
     full = replace(message, start=start, buffers=whole.buffers(given), requested_buffers=wanted)

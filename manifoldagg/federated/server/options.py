@@ -95,7 +95,11 @@ class ServerLimits(KeywordHints):
         """
         if isinstance(limits, UpdateLimits):
             return cls(limits)
-        return check_option("limits", limits, ServerLimits)
+        given: object = limits
+        if not isinstance(given, ServerLimits):
+            hint = "to combine them, write ServerLimits(update=UpdateLimits(...))"
+            raise ArgumentError(f"limits: expected ServerLimits or UpdateLimits, got {short_repr(given)}; {hint}")
+        return given
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> "ServerLimits":

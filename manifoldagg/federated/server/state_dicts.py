@@ -65,8 +65,10 @@ def model_space(
     if is_resumed:
         kinds = "a torch.nn.Module, a state dict or a Manifold"
         usage = "Server.resume(path, model, rule)"
-    if not isinstance(model, torch.nn.Module | Mapping):
-        raise ArgumentError(f"model: expected {kinds}, got {short_repr(model)}; write {usage}")
+    given: object = model
+    if not isinstance(given, torch.nn.Module | Mapping):
+        hint = "pass a dict from names to tensors" if isinstance(given, list | tuple) else f"write {usage}"
+        raise ArgumentError(f"model: expected {kinds}, got {short_repr(given)}; {hint}")
     with renamed_arguments(MODEL_NAMES):
         try:
             if isinstance(model, torch.nn.Module):
@@ -85,7 +87,7 @@ def model_space(
             raise StateDictError(f"model: {str(error).removeprefix('source: ')}") from None
     if adapters is None and not isinstance(model, torch.nn.Module):
         warn_if_adapter_factors("model", model, "pass adapters=True for their products, or adapters=False")
-    space.layout.check_parameters("model")
+    space.layout.check_parameters("model", model)
     return space, dict(space.buffer_policies)
 
 

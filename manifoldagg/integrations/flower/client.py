@@ -10,7 +10,7 @@ import flwr.clientapp
 import torch
 from torch import Tensor, nn
 
-from manifoldagg._validation import check_count, short_repr
+from manifoldagg._validation import check_count, renamed_arguments, short_repr
 from manifoldagg.errors import ArgumentError, WireError
 from manifoldagg.federated import Message, Payload, Ticket, Trainer, train_client
 from manifoldagg.federated.clients.base import count_samples
@@ -275,8 +275,9 @@ def _message_from_state_dict(
     # The space counts frozen parameters as buffers, but the node need not return them.
     frozen = {name for name, x in model.named_parameters(remove_duplicate=False) if not x.requires_grad}
     asked = tuple(entry.name for entry in space.layout.buffers if entry.name not in frozen)
-    buffers = {name: x.to(device) for name, x in space.buffers(state).items()}
-    return Message(space.point(state, device=device), buffers=buffers, requested_buffers=asked)
+    with renamed_arguments({"source": "message"}):
+        buffers = {name: x.to(device) for name, x in space.buffers(state).items()}
+        return Message(space.point(state, device=device), buffers=buffers, requested_buffers=asked)
 
 
 def _client_id(context: FlowerContext) -> int:

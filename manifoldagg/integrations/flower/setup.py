@@ -123,8 +123,8 @@ def build_server(
         start = space.point(source)
         carried = space.buffers(source)
     except ManifoldAggError as error:
-        raise ArgumentError(f"initial_arrays: {error}") from error
-    space.layout.check_parameters("initial_arrays" if module is None else "model")
+        raise ArgumentError(f"initial_arrays: {str(error).removeprefix('source: ')}") from error
+    space.layout.check_parameters("initial_arrays" if module is None else "model", module)
     if module is not None:  # The buffer policy of the space leaves frozen parameters unchanged.
         buffer_policy = dict(ParameterSpace.of(module, buffer_policy=buffer_policy, personal=personal).buffer_policies)
     initial = InitialModel(start, carried, buffer_policy)

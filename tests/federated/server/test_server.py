@@ -602,6 +602,7 @@ def test_closed_server_only_provides_the_model():
         (lambda: server(max_staleness=-1), "max_staleness: expected"),
         (lambda: server(update_limits={"max_norm": 1.0}), "update: expected UpdateLimits"),
         (lambda: server(averaging=torch.zeros(4)), "averaging: expected an object with average, update, state and load, got Tensor of shape"),
+        (lambda: server(averaging=SWA), r"averaging: expected an instance, got the class SWA; write SWA\(space\)"),
         (lambda: server(averaging=SWA(SPACE, periodic=3)), "averaging: expected periodic=None"),
         (lambda: server(buffers={}), "buffers: expected a ParameterSpace"),
         (lambda: server(buffer_policy={"*": "latest"}), "buffers: expected the initial buffers"),

@@ -156,7 +156,12 @@ def test_objects_that_are_not_modules_are_rejected():
     frozen = nn.Linear(2, 2).requires_grad_(False)
     for model, words in (
         (nn.ReLU(), "model: expected floating parameters, got none$"),
-        (frozen, "model: expected floating parameters, got none; weight is torch.float32"),
+        (frozen, "model: expected trainable parameters, got a module whose parameters are all frozen"),
+        (
+            {"w.running_mean": torch.ones(1)},
+            "model: expected floating parameters, got none; w.running_mean is torch.flo",
+        ),
+        ([torch.zeros(2)], "got list of 1 tensor; pass a dict from names to tensors$"),
         ([net()], "model: expected a torch.nn.Module or a state dict, got list of 1 module"),
         ({0: torch.ones(2)}, "model: expected strings as names, got 0"),
         ({"steps": torch.tensor(3)}, "model: expected floating parameters, got none; steps is torch.int64"),
