@@ -385,7 +385,7 @@ def _check_values(layout: Layout, models: ModelsByPrefix, weights: Tensor) -> No
         StateDictError: if a tensor is not finite.
     """
     used = {label: model for (label, model), share in zip(models.items(), weights.tolist(), strict=True) if share > 0}
-    layout.check_values(used)
+    layout.check_values(used, "remove {name!r} from all models")
     for label, model in used.items():
         for entry in layout.buffers:
             if _is_continuous(entry) and not is_finite(_as_real(model[entry.name])):

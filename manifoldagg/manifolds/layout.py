@@ -394,19 +394,27 @@ class Layout:
             row.__dict__["addresses"] = addresses[: len(row)]
         return row
 
-    def check_values(self, models: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def check_values(
+        self,
+        models: Mapping[str, Mapping[str, Tensor]],
+        mask_hint: str = "pass buffer_policy={{{name!r}: 'leave'}} to Server.of or ParameterSpace.of_state_dict",
+    ) -> None:
         """Check that all parameters of several models are finite.
 
         Args:
             models: a mapping from labels to models. Error messages start with the label.
+            mask_hint: how to treat a mask with the name `name`, which contains negative infinity and is not trained.
 
         Raises:
             StateDictError: if a leaf is not finite. The message contains its name.
         """
         for label, tensors in models.items():
             for leaf in self.leaves:
-                if not is_finite(tensors[leaf.name]):
-                    raise StateDictError(f"{label}{leaf.name}: expected finite values, got NaN or infinity")
+                if not is_finite(tensor := tensors[leaf.name]):
+                    values = tensor.double()  # float8 dtypes lack these tests
+                    is_mask = bool(values.isneginf().any()) and not values.isnan().any()
+                    hint = f"; for a mask, {mask_hint.format(name=leaf.name)}" if is_mask else ""
+                    raise StateDictError(f"{label}{leaf.name}: expected finite values, got NaN or infinity{hint}")
 
     def to_state_dict(self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the state dict of given leaves and buffers. Tied names share one tensor."""

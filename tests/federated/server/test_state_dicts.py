@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from manifoldagg import AsyncAggregator
+from manifoldagg import AsyncAggregator, aggregate, average
 from manifoldagg.errors import ArgumentError, CheckpointError
 from manifoldagg.federated import Payload, Server, ServerLimits, UpdateLimits, rules
 from manifoldagg.federated.server.state_dicts import payload_loader
@@ -421,6 +421,24 @@ def test_a_file_may_contain_one_name_of_a_tied_parameter(kept, tmp_path):
     save_file({"head.bias": trained.head.bias}, path)
     receipt = server.receive_model(server.dispatch("b"), path, samples=1)
     assert receipt.reason == "model: missing: embed.weight, head.weight, last.weight"
+
+
+def test_error_about_a_mask_with_infinity_names_the_buffer_policy():
+    state = {"w": torch.ones(2), "mask": torch.tensor([0.0, -torch.inf])}
+    rule = rules.FedAsync(0.5)
+    words = "mask: expected finite values, .*; for a mask, pass buffer_policy={'mask': 'leave'} to Server.of or "
+    for call in (
+        lambda: Server.of(state, rule),
+        lambda: AsyncAggregator(rule, state),
+        lambda: aggregate(rule, None, state, state, state),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            call()
+    with pytest.raises(ArgumentError, match="mask: .*; for a mask, remove 'mask' from all models$"):
+        average([state, state])
+    with pytest.raises(ArgumentError, match="mask: expected finite values, got NaN or infinity$"):
+        Server.of(state | {"mask": torch.tensor([-torch.inf, torch.nan])}, rule)
+    assert Server.of(state, rule, buffer_policy={"mask": "leave"}).state_dict()["mask"].tolist() == [0.0, -torch.inf]
 
 
 class Rewrites(rules.FedOrtho):
