@@ -691,6 +691,8 @@ class Server:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the current model and its buffers as a state dict, in the dtypes of the initial model.
 
+        The parameters come first, then further names of tied parameters, and then the buffers.
+
         Raises:
             ArgumentError: if the space is not a `ParameterSpace`.
         """
