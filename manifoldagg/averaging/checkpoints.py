@@ -7,6 +7,7 @@ import json
 import math
 import mmap
 import os
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ DEFAULT_NAMES = ("model", "adapter_model")
 MAX_HEADER_BYTES = 100_000_000
 """The maximum length of a header in the safetensors format."""
 MAX_OPEN_FILES = 200
-"""The maximum number of mapped files. A mapping uses a descriptor, and many systems allow 1,024 per process."""
+"""The maximum number of mapped files. A mapping uses two descriptors, and many systems allow 1,024 per process."""
 FOREIGN_DTYPES = DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 FOREIGN_DTYPES |= {"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64}
 """The dtypes in files of other programs."""
@@ -62,12 +63,16 @@ class MappedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        with open(path, "rb") as file:
-            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_SEQUENTIAL"):
-            self._memory.madvise(mmap.MADV_SEQUENTIAL)  # The system then reads ahead of the current position.
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._memory = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         # The array keeps the mapping alive as long as any tensor refers to it.
         self.data = as_tensors(str(path), {"data": np.frombuffer(self._memory, np.uint8)})["data"]
+
+    def prefetch(self, begin: int, end: int) -> None:
+        """Ask the operating system to read a range of bytes from the disk, without waiting for it."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def release(self, begin: int, end: int) -> None:
         """Remove a range of bytes of the memory-mapped file from the memory of the process.
@@ -86,15 +91,19 @@ class FilePool:
 
     The operating system limits the number of open files. The pool therefore maps at most `MAX_OPEN_FILES` files at the
     same time. To map another file, it releases the least recently used file.
-
-    Attributes:
-        get: a function that returns the mapped file of a path. If necessary, it maps the file first.
-        close: a function that releases all files. Tensors in use keep the memory of a released file alive.
     """
 
     def __init__(self) -> None:
-        self.get = lru_cache(MAX_OPEN_FILES)(MappedFile)
-        self.close = self.get.cache_clear
+        # Tensors in use keep the memory of a released file alive.
+        self._map = lru_cache(MAX_OPEN_FILES)(MappedFile)
+
+    def get(self, path: Path) -> MappedFile:
+        """Return the mapped file of a path. If necessary, map the file first."""
+        return self._map(path)
+
+    def close(self) -> None:
+        """Release all files."""
+        self._map.cache_clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +139,11 @@ class StoredTensor:
         data = data.clone() if begin % self.entry.dtype.itemsize else data
         # The bytes are reinterpreted as entries of this dtype, without a conversion.
         return data.view(self.entry.dtype)
+
+    def prefetch(self, start: int, stop: int) -> None:
+        """Ask the operating system to read a range of entries from the disk, without waiting for it."""
+        if not isinstance(self.source, Tensor) and self.path is not None and stop > start:
+            self.source.get(self.path).prefetch(*self._range(start, stop))
 
     def release(self, start: int, stop: int) -> None:
         """Release a range of entries from the memory of the process, if the tensor is in a file."""
@@ -351,8 +365,7 @@ def _find_files(name: str, place: Path) -> tuple[list[Path], dict[str, str] | No
     files = sorted(place.glob(f"*{FILE_SUFFIX}"))
     # The default names have precedence, because a folder can also contain other safetensors files.
     defaults = [place / f"{default}{suffix}" for default in DEFAULT_NAMES for suffix in (INDEX_SUFFIX, FILE_SUFFIX)]
-    preferred = [path for path in defaults if path in indices or path in files]
-    found = preferred[:1] or (indices if len(indices) == 1 else files)
+    found = [path for path in defaults if path in (*indices, *files)][:1] or (indices if len(indices) == 1 else files)
     if len(found) != 1:
         given = f"{len(files)} files and {len(indices)} indices"
         raise ArgumentError(f"{name}: expected one {FILE_SUFFIX} file or one index in {str(place)!r}, got {given}")
@@ -369,12 +382,12 @@ def _read_index(path: Path) -> tuple[list[Path], dict[str, str]]:
         CheckpointError: if the index cannot be read or is invalid.
     """
     try:
-        with os_errors(f"{path}: cannot be read"):
-            text = path.read_text()
-        weight_map = parse_json(text)["weight_map"]
+        weight_map = parse_json(path.read_text())["weight_map"]
         names = [*dict.fromkeys(weight_map.values())]
         if not names or any(type(name) is not str or Path(name).name != name for name in names):
             raise ValueError("expected names of files in the same folder")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: is not an index of shards: {error}") from None
     return [path.parent / name for name in sorted(names)], weight_map

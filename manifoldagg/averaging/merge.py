@@ -2,8 +2,9 @@
 
 import math
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -15,13 +16,15 @@ from manifoldagg.averaging.certificate import Certificate, MergeInfo, certify, d
 from manifoldagg.averaging.coefficients import InnerProducts, Mean
 from manifoldagg.averaging.karcher import Weights
 from manifoldagg.averaging.merge_journal import MergeDraft
-from manifoldagg.averaging.merge_parts import gram_of, write_part
+from manifoldagg.averaging.merge_parts import Buffers, gram_of, write_part
 from manifoldagg.averaging.merge_plan import MergePlan, Step, plan_merge
 from manifoldagg.errors import ArgumentError
 from manifoldagg.manifolds.assign import Assignment
 
 __all__ = ["merge", "run_merge"]
 
+PREFETCH_BYTES = 1 << 27
+"""The number of bytes of all models together that are read ahead of the current step."""
 Progress = Callable[[int, int], None]
 
 
@@ -154,13 +157,14 @@ def run_merge(plan: MergePlan, *, resume: bool = True, progress: Progress | None
     check_choice("resume", resume, (True, False))
     total = plan.bytes_read + plan.bytes_written
     done = 0
-    with MergeDraft(plan, resume=resume) as draft:
+    with MergeDraft(plan, resume=resume) as draft, _ReadAhead(plan, draft) as ahead:
         run = _Run(plan, draft)
         for i, step in enumerate(plan.steps):
             part = plan.parts[step.part]
             # A recorded step is not repeated. Its numbers are added in the order of the plan, as without an
             # interruption.
             if i not in draft.records:
+                ahead.reach(i)
                 draft.record(i, run.compute(step))
                 part.release(step.start, step.stop)
             run.add(step, draft.records.pop(i))
@@ -183,6 +187,7 @@ class _Run:
     def __init__(self, plan: MergePlan, draft: MergeDraft) -> None:
         self.plan = plan
         self.draft = draft
+        self._buffers = Buffers()
         self._numbers: defaultdict[tuple[int, bool], list[np.ndarray]] = defaultdict(list)
         self._means: dict[int, Mean] = {}
 
@@ -192,7 +197,7 @@ class _Run:
         if not step.is_write:
             numbers: list[float] = gram_of(part, step.start, step.stop).flatten().tolist()
             return numbers
-        return write_part(part, self._mean(step.part), self.draft.write, step.start, step.stop)
+        return write_part(part, self._mean(step.part), self.draft.write, self._buffers, step.start, step.stop)
 
     def add(self, step: Step, numbers: np.ndarray) -> None:
         """Add the recorded numbers of a step."""
@@ -288,3 +293,43 @@ class _Run:
             arithmetic_distance=arithmetic,
             rounding_error=rounding,
         )
+
+
+class _ReadAhead:
+    """Context manager that prefetches the data of later merge steps during the current step.
+
+    A separate thread sends the read requests to the operating system, because such a request can block.
+    """
+
+    def __init__(self, plan: MergePlan, draft: MergeDraft) -> None:
+        self._plan = plan
+        # The first read of a range comes from the disk. The second read usually comes from the page cache.
+        firsts: dict[Any, int] = {}
+        for i, step in enumerate(plan.steps):
+            if i not in draft.records:
+                firsts.setdefault(i if plan.scope == "model" else (step.part, step.start), i)
+        self._pending = deque(firsts.values())
+        self._ahead: deque[tuple[int, int]] = deque()
+        self._size = 0
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge-read")
+
+    def __enter__(self) -> "_ReadAhead":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.shutdown(cancel_futures=True)
+
+    def reach(self, index: int) -> None:
+        """Request the data of the steps after the step `index`, up to `PREFETCH_BYTES` in total."""
+        while self._ahead and self._ahead[0][0] <= index:
+            self._size -= self._ahead.popleft()[1]
+        # Pages that are read much too early could be evicted from the page cache before their step.
+        while self._pending and self._size < PREFETCH_BYTES:
+            i = self._pending.popleft()
+            if i <= index:
+                continue
+            step = self._plan.steps[i]
+            part = self._plan.parts[step.part]
+            self._ahead.append((i, part.num_bytes(step.start, step.stop)))
+            self._size += self._ahead[-1][1]
+            self._worker.submit(part.prefetch, step.start, step.stop)

@@ -8,6 +8,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -53,16 +54,17 @@ class MergeDraft:
         with os_errors(f"{self.folder}: could not be written"):
             self.folder.mkdir(mode=0o700, exist_ok=True)
             try:
-                lock = FileLock(self.folder / "lock")
+                self._lock = FileLock(self.folder / "lock")
             except BlockingIOError:
                 raise BusyError(f"out: {plan.out}: another process is writing this merge") from None
         self.records: dict[int, np.ndarray] = {}
         self._files = ExitStack()
-        self._files.callback(lock.close)
         self._descriptors: list[int] = []
         self._lines: list[bytes] = []
         self._dirty: set[int] = set()
         self._size = 0
+        self._commit: Future[None] | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="merge-sync")
         try:
             with os_errors(f"{self.folder}: could not be written"):
                 self._open(resume)
@@ -77,8 +79,10 @@ class MergeDraft:
         self.close()
 
     def close(self) -> None:
-        """Close the files. The draft remains on the disk."""
+        """Wait for running writes and close the files. The draft remains on the disk."""
+        self._worker.shutdown()
         self._files.close()
+        self._lock.close()
 
     def write(self, name: str, offset: int, values: Tensor) -> None:
         """Write bytes of a tensor of the result.
@@ -101,21 +105,25 @@ class MergeDraft:
         if self._size >= BATCH_BYTES:
             self.commit()
 
-    def commit(self) -> None:
-        """Sync all written data to the disk.
+    def commit(self, *, wait: bool = False) -> None:
+        """Sync all written data to the disk in the background.
 
         The files of the result are synced before the journal, which records the completed steps of the merge. The data
         of a recorded step are therefore always on the disk.
+
+        Args:
+            wait: whether to wait until the data are on the disk.
         """
-        with os_errors(f"{self.folder}: could not be written"):
-            # A record must not reach the disk before the bytes that it describes.
-            for i in sorted(self._dirty):
-                os.fsync(self._descriptors[i])
-            write_all(partial(os.write, self._journal), memoryview(b"".join(self._lines)), 0)
-            os.fsync(self._journal)
+        if self._commit is not None:
+            self._commit.result()
+        lines = b"".join(self._lines)
+        dirty = [self._descriptors[i] for i in sorted(self._dirty)]
         self._lines = []
         self._dirty = set()
         self._size = 0
+        self._commit = self._worker.submit(self._sync, lines, dirty)
+        if wait:
+            self._commit.result()
 
     def publish(self, certificate: str, extra: Mapping[str, bytes]) -> None:
         """Move the merged model to its final path, and remove the temporary files of the merge.
@@ -133,7 +141,7 @@ class MergeDraft:
         Raises:
             CheckpointError: if the system reports an error.
         """
-        self.commit()
+        self.commit(wait=True)
         with os_errors(f"{self.plan.out}: could not be written"):
             self._move(certificate, extra)
         self.close()
@@ -250,6 +258,15 @@ class MergeDraft:
             while data:
                 count = os.pwrite(self._descriptors[i], data, position)
                 data, position = data[count:], position + count
+
+    def _sync(self, lines: bytes, dirty: Sequence[int]) -> None:
+        """Sync the changed shards to the disk, and then append the lines to the journal."""
+        with os_errors(f"{self.folder}: could not be written"):
+            # A record must not reach the disk before the bytes that it describes.
+            for descriptor in dirty:
+                os.fsync(descriptor)
+            write_all(partial(os.write, self._journal), memoryview(lines), 0)
+            os.fsync(self._journal)
 
 
 def _line(text: bytes) -> bytes:

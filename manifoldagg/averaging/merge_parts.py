@@ -17,7 +17,7 @@ from manifoldagg._validation import is_finite
 from manifoldagg.averaging.coefficients import Mean
 from manifoldagg.averaging.entries import is_batch_counter, labelled_karcher_mean, largest_counter
 from manifoldagg.averaging.lora import average_adapters
-from manifoldagg.averaging.merge_plan import Part, result_entries
+from manifoldagg.averaging.merge_plan import CELL_SIZE, Part, result_entries
 from manifoldagg.errors import StateDictError
 from manifoldagg.kernels import combine, gram
 from manifoldagg.manifolds import Manifold
@@ -27,10 +27,23 @@ from manifoldagg.manifolds.lora.factors import JointBasis
 from manifoldagg.manifolds.lora.peft import FactorPair
 from manifoldagg.manifolds.power import Power
 
-__all__ = ["Write", "gram_of", "write_part"]
+__all__ = ["Buffers", "Write", "gram_of", "write_part"]
 
 Write = Callable[[str, int, Tensor], None]
 """Writes values of a tensor of the result: the name, the first entry, and the values."""
+
+
+class Buffers:
+    """Memory that all steps reuse, so that it is allocated only once."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.dtype, Tensor] = {}
+
+    def get(self, dtype: torch.dtype, size: int) -> Tensor:
+        """Return a vector of at most `CELL_SIZE` entries with undefined values."""
+        if dtype not in self._buffers:
+            self._buffers[dtype] = torch.empty(CELL_SIZE, dtype=dtype)
+        return self._buffers[dtype][:size]
 
 
 def gram_of(part: Part, start: int, stop: int) -> Float64[Tensor, "r r"]:
@@ -60,7 +73,7 @@ def gram_of(part: Part, start: int, stop: int) -> Float64[Tensor, "r r"]:
     return matrix
 
 
-def write_part(part: Part, mean: Mean, write: Write, start: int, stop: int) -> list[float]:
+def write_part(part: Part, mean: Mean, write: Write, buffers: Buffers, start: int, stop: int) -> list[float]:
     """Compute and write a range of a part.
 
     Returns:
@@ -79,22 +92,25 @@ def write_part(part: Part, mean: Mean, write: Write, start: int, stop: int) -> l
         return []
     if part.kind == "manifold":
         return _write_curved(part, write, start, stop)
-    error = _write_factors(part, mean, write) if part.kind == "factors" else _write_flat(part, mean, write, start, stop)
+    if part.kind == "factors":
+        error = _write_factors(part, mean, write)
+    else:
+        error = _write_flat(part, mean, write, buffers, start, stop)
     return [error] if part.has_gram_step else [error, *gram_of(part, start, stop).flatten().tolist()]
 
 
-def _write_flat(part: Part, mean: Mean, write: Write, start: int, stop: int) -> float:
+def _write_flat(part: Part, mean: Mean, write: Write, buffers: Buffers, start: int, stop: int) -> float:
     """Write a range of a flat tensor, and return the squared norm of its rounding errors."""
     dtype = part.first.entry.dtype
     # The sum is stored in float64 first, because the rounding error is measured against it.
-    exact = torch.empty(stop - start, dtype=torch.float64)
+    exact = buffers.get(torch.float64, stop - start)
     combine(None, _rows(part, start, stop), mean.coefficients[part.used].tolist(), out=exact)
     if dtype is torch.float64:
         error = 0.0 if is_finite(exact) else float("nan")
         result = exact
     else:
         # The second rounding is exact, so the result has the bits of a combination with this dtype.
-        result = torch.empty(stop - start, dtype=dtype)
+        result = buffers.get(dtype, stop - start)
         combine(None, [exact], [1.0], out=result)
         error = gram([result], minus=exact).item()
     # The comparison also rejects NaN. Either an input is not finite, or the mean has overflowed.

@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,6 +144,11 @@ class Part:
         if self.kind == "factors":
             return sum(entry.num_bytes for entry in result_entries(self))
         return (stop - start) * self.first.entry.dtype.itemsize
+
+    def prefetch(self, start: int, stop: int) -> None:
+        """Ask the operating system to read a range of entries of all models, without waiting for it."""
+        for tensor, a, b in self.ranges(start, stop):
+            tensor.prefetch(a, b)
 
     def release(self, start: int, stop: int) -> None:
         """Release a range of entries of all models from the memory of the process."""
@@ -363,23 +367,26 @@ def _parts(
 ) -> tuple[Part, ...]:
     """Divide the model into parts, in the order of the first checkpoint."""
     first = models[0].tensors
-    entries = [Entry(name, (*x.entry.shape,), x.entry.dtype) for name, x in first.items()]
     second_factors = set(pairs.values())
-    others = [entry for entry in entries if entry.name not in pairs and entry.name not in second_factors]
-    names, shapes, dtypes = (tuple(map(attrgetter(field), others)) for field in ("name", "shape", "dtype"))
-    spaces = dict(assign_manifolds(layout_of(ModelSignature(names, shapes, dtypes, ())), manifolds))
+    entries = [(name, (*x.entry.shape,), x.entry.dtype) for name, x in first.items() if name not in second_factors]
+    entries = [entry for entry in entries if entry[0] not in pairs]
+    names, shapes, dtypes = zip(*entries, strict=True) if entries else ((), (), ())
+    layout = layout_of(ModelSignature(names, shapes, dtypes, ()))
+    spaces = dict(assign_manifolds(layout, manifolds))
     # Tensors without a meaningful direction, such as statistics, get the arithmetic mean with the same weights.
     barycentric = MeanMethod("arithmetic", mean.barycentric)
     labels = tuple(model.label for model in models)
     parts = []
-    for entry in entries:
-        name = entry.name
+    for name, tensor in first.items():
         if name in second_factors:
             continue
         kind = "flat"
         method = mean
+        own: tuple[str, ...] = (name,)
+        entry = Entry(name, (*tensor.entry.shape,), tensor.entry.dtype)
         if name in pairs:
             kind = "factors"
+            own = (name, pairs[name])
         elif name in spaces:
             kind = "manifold"
             method = barycentric
@@ -391,7 +398,6 @@ def _parts(
         elif entry.size == 1 and scope == "tensor":
             # The direction of a single number is its sign. For equal signs, all methods compute the arithmetic mean.
             method = barycentric
-        own = (name, pairs[name]) if name in pairs else (name,)
         columns = tuple(tuple(model.tensors[part] for model in models) for part in own)
         parts.append(Part(kind, own, columns, labels, method, spaces.get(name)))
     if not any(part.kind != "copied" for part in parts):

@@ -201,11 +201,12 @@ def test_sharding_does_not_change_the_bits_of_the_result(folder, method, scope):
     assert by_name[0] == by_name[1] == by_name[2]
 
 
-def test_the_batch_size_does_not_change_the_bits_of_the_result(folder, monkeypatch):
+def test_prefetch_and_batch_sizes_do_not_change_the_bits_of_the_result(folder, monkeypatch):
     paths = write(folder, [large(4, i) for i in range(3)])
     found = []
     for size in (1, 1 << 20, 1 << 40):
         monkeypatch.setattr("manifoldagg.averaging.merge_journal.BATCH_BYTES", size)
+        monkeypatch.setitem(merge.__globals__, "PREFETCH_BYTES", size)
         merge(paths, out=folder / "out.safetensors", method="karcher")
         found.append([(folder / f"out{end}").read_bytes() for end in (".safetensors", ".certificate.json")])
     assert found[0] == found[1] == found[2]

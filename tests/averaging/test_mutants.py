@@ -116,7 +116,7 @@ LAWS = [
 def write_flat(rounding=torch.float64, offset=lambda start: start, terms=3):
     """Return a `_write_flat` that first rounds to another dtype, writes elsewhere, or sums fewer models."""
 
-    def _write_flat(part, mean, write, start, stop):
+    def _write_flat(part, mean, write, buffers, start, stop):
         rows = PARTS._rows(part, start, stop)[:terms]
         exact = torch.empty(stop - start, dtype=torch.float64)
         combine(None, rows, mean.coefficients[part.used].tolist()[:terms], out=exact)
