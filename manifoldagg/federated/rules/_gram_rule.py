@@ -130,7 +130,7 @@ class GramRule(TangentRule):
         model since the client started). The method `coefficients` returns its coefficients.
 
         Raises:
-            RuleError: if `coefficients` does not return a tuple of coefficients, one for each row, and a dict.
+            RuleError: if `coefficients` does not return a tuple of finite coefficients, one for each row, and a dict.
         """
         gram = frame.gram(self.granularity)
         result: Any = self.coefficients(gram, state)
@@ -141,6 +141,12 @@ class GramRule(TangentRule):
         if c.ndim not in (1, 2, 3) or c.shape[-1] != len(frame.rows):
             expected = f"{len(frame.rows)} numbers, one for each of {', '.join(frame.names)}"
             raise RuleError(f"coefficients: expected {expected}, got shape {c.shape}")
+        try:
+            finite = all(map(math.isfinite, c.flat))
+        except (TypeError, ValueError, OverflowError):
+            finite = False
+        if not finite:
+            raise RuleError(f"coefficients: expected finite numbers, got {short_repr(lines)}")
         return Corrected(frame, gram, np.atleast_2d(c), after, gram)
 
     def next_state(self, state: State, update: Update, corrected: Corrected) -> dict[str, Any]:
@@ -214,8 +220,12 @@ class GramRule(TangentRule):
 
     def _checked_step_size(self, state: State, update: Update, penalty: Callable[[float], float]) -> float:
         rho = self.step_size(state, update, penalty)
-        if not 0 <= rho < math.inf:
-            raise RuleError(f"rate: step size: expected a finite number >= 0, got {rho!r}")
+        try:
+            valid = 0 <= rho < math.inf
+        except (TypeError, ValueError, RuntimeError):  # NumPy arrays raise `ValueError`, and tensors `RuntimeError`.
+            valid = False
+        if not valid:
+            raise RuleError(f"rate: step size: expected a finite number >= 0, got {short_repr(rho)}")
         return rho
 
 

@@ -111,6 +111,12 @@ class Returns(GramRule):
         return self.given[1]
 
 
+class ReturnsAnyRate(Returns):
+    def step_size(self, state, update, penalty):
+        # The tests check the annotations of `GramRule.step_size`, which this method overrides.
+        return self.rate(state, update)
+
+
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
@@ -118,12 +124,28 @@ class Returns(GramRule):
         (Returns([1.0, 0.0, 0.0]), r"coefficients: expected 2 numbers"),
         (Returns(1.0), r"coefficients: expected 2 numbers, one for each of v1, g, got shape \(\)"),
         (Returns([1.0, 0.0], -1.0), "rate: step size: expected a finite number >= 0, got -1.0"),
+        (Returns([math.nan, 0.0]), r"coefficients: expected finite numbers, got \[nan, 0.0\]"),
+        (Returns([[1.0, -math.inf]]), r"coefficients: expected finite numbers, got \[\[1.0, -inf\]\]"),
+        (Returns(["1", 0.0]), r"coefficients: expected finite numbers, got \['1', 0.0\]"),
+        (Returns([10**400, 0.0]), "coefficients: expected finite numbers"),
         (Returns([1.0, 0.0], math.nan), "rate: step size: expected a finite number >= 0"),
+        (ReturnsAnyRate([1.0, 0.0], "a"), "rate: step size: expected a finite number >= 0, got 'a'"),
+        (ReturnsAnyRate([1.0, 0.0], None), "rate: step size: expected a finite number >= 0, got None"),
+        (ReturnsAnyRate([1.0, 0.0], np.ones(2)), "rate: step size: expected a finite number >= 0"),
+        (ReturnsAnyRate([1.0, 0.0], torch.ones(2)), "rate: step size: expected a finite number >= 0"),
     ],
 )
 def test_invalid_result_of_gram_rule_raises_rule_error(rule, words):
     with pytest.raises(RuleError, match=words):
         aggregate(rule, None, MODEL, MODEL, MODEL)
+
+
+def test_coefficients_that_are_not_finite_raise_rule_error_in_a_server_and_change_nothing():
+    server = Server(Flat(4), Returns([1.0, math.nan]), torch.zeros(4))
+    ticket = server.dispatch("a")
+    with pytest.raises(RuleError, match="coefficients: expected finite numbers"):
+        server.receive(ticket, Payload(torch.ones(1, 4), 1))
+    assert (server.version, server.rejected, server.model.tolist()) == (0, {}, [0.0] * 4)
 
 
 @pytest.mark.parametrize("result", [([1.0, 0.0], None), [1.0, 0.0], None])
