@@ -217,7 +217,7 @@ class BufferedRule(TangentRule):
         if mechanism is not None:
             frame, line = mechanism.add_noise(frame, line, unit, state["version"])
             gram = frame.gram()
-        numbers |= {"buffered": 0.0, "rate": rate, "step": rate} | frame.diagnostics
+        numbers |= {"buffered": 0.0, "rate": rate, "step": rate}
         after = {name: kept for name, kept in state.items() if name not in ("scale", "buffer")}
         after |= {"version": state["version"] + 1, "count": 0, "total": 0.0}
         line = [unit / divisor * c for c in line]
@@ -228,7 +228,7 @@ class BufferedRule(TangentRule):
             return after, Outcome(step, update.client_state, numbers, linear=rest)
         mean = BufferMean(space, update.current, frame, line, gram)
         model, numbers["norm"], changes = self.apply_step(state, mean, rate, out)
-        return after | changes, Outcome(model, update.client_state, numbers)
+        return after | changes, Outcome(model, update.client_state, numbers | frame.diagnostics)
 
     def checked_length(self, frame: Frame, gram: Gram) -> float:
         """Return the norm of the displacement after checking it for overflow.

@@ -128,8 +128,8 @@ class AsyncFedED(TangentRule):
         if self.weighted:
             rate *= update.weight
         check_number("rate: step size", rate, at_least=0)
+        model = move_to(space, update.current, frame, gram, [rate, 0.0])
         numbers = {"cosine": gram.cosine, "rate": rate, "step": rate, "norm": rate * moved}
         numbers |= {"distance": gamma, "epochs": float(epochs)} | frame.diagnostics
-        model = move_to(space, update.current, frame, gram, [rate, 0.0])
         memory = {**(update.client_state or {}), "epochs": epochs}
         return {"version": version + 1}, Outcome(model, memory, numbers)
