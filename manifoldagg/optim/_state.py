@@ -13,6 +13,7 @@ such as `correction.0.length`. The kind of the leaf determines what each paramet
 | vector, a flat tensor with the entries of all parameters | the part of this parameter | `VECTOR_SUFFIX` |
 | list with one number per parameter | the number of this parameter | `PER_PARAMETER_SUFFIX` |
 | string or `None` | an integer that encodes the string, and 0 for `None` | `STRING_SUFFIX` |
+| empty dict | 0 | `EMPTY_SUFFIX` |
 
 One more entry, `RULE_ENTRY`, contains the encoded name of the class of the rule. The function `unflatten_state`
 restores the tree.
@@ -48,6 +49,7 @@ _version = attrgetter("_version")
 PER_PARAMETER_SUFFIX = "[]"
 VECTOR_SUFFIX = "()"
 STRING_SUFFIX = "@"
+EMPTY_SUFFIX = "{}"
 RULE_ENTRY = "of" + STRING_SUFFIX
 """The name of the entry that identifies the class of the rule."""
 
@@ -112,7 +114,9 @@ def _rule_name(rule: Any) -> str:
 
 
 def _without_suffix(name: str) -> str:
-    return name.removesuffix(VECTOR_SUFFIX).removesuffix(PER_PARAMETER_SUFFIX).removesuffix(STRING_SUFFIX)
+    for suffix in (VECTOR_SUFFIX, PER_PARAMETER_SUFFIX, STRING_SUFFIX, EMPTY_SUFFIX):
+        name = name.removesuffix(suffix)
+    return name
 
 
 def _encode_string(text: str) -> int:
@@ -141,7 +145,9 @@ def flatten_state(tree: Any, lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def _iter_leaves(name: str, tree: Any, lengths: Sequence[int]) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
+    if isinstance(tree, Mapping) and not tree and name:
+        yield name + EMPTY_SUFFIX, 0
+    elif isinstance(tree, Mapping):
         for key, branch in tree.items():
             yield from _iter_leaves(f"{name}.{key}" if name else str(key), branch, lengths)
     elif isinstance(tree, Combination) or type(tree) in (int, float, bool):
@@ -235,6 +241,9 @@ def unflatten_state(states: Sequence[ParamState], bounds: Mapping[str, NormBound
         elif name.endswith(STRING_SUFFIX):
             name = name.removesuffix(STRING_SUFFIX)
             leaf = _decode_string(value) or None
+        elif name.endswith(EMPTY_SUFFIX):
+            name = name.removesuffix(EMPTY_SUFFIX)
+            leaf = {}
         *path, last = name.split(".")
         branch = tree
         for step in path:

@@ -32,6 +32,7 @@ from manifoldagg.federated.rules import (
     FedBuff,
     FedOrtho,
     HeLoCo,
+    Krum,
     Momentum,
     RadialDirectional,
 )
@@ -47,6 +48,7 @@ RULES = {
     "FedAsync": FedAsync(0.5),
     "FedOrtho": FedOrtho(0.7),
     "FedBuff": FedBuff(2),
+    "Krum": Krum(3, 0),
     "DCASGD": DCASGD(0.5),
     "AsyncBezier": AsyncBezier(0.5, threshold="auto"),
     "AsyncFedED": AsyncFedED(0.5),
@@ -55,6 +57,7 @@ RULES = {
     "one after another": AsyncCorrected(0.5, correction=OrthoDC(0.5) >> OrthoDyn(granularity="tensor")),
     "Momentum": Momentum(FedOrtho(0.7), 0.5),
     "DiLoCo": Momentum(FedAvg(2, 0.7), nesterov=True),
+    "robust DiLoCo": Momentum(Krum(3, 0), nesterov=True),
     "HeLoCo": HeLoCo(0.5),
     "DelayedNesterov": DelayedNesterov(2, activation=0.3),
     "RadialDirectional": RadialDirectional(2),
