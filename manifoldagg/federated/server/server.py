@@ -44,7 +44,13 @@ from manifoldagg.federated.server.state_dicts import (
     resumed_space,
 )
 from manifoldagg.federated.server.update_processor import UpdateProcessor
-from manifoldagg.federated.server.validation import PayloadSchema, check_rule, check_start, initial_state
+from manifoldagg.federated.server.validation import (
+    PayloadSchema,
+    check_average_space,
+    check_rule,
+    check_start,
+    initial_state,
+)
 from manifoldagg.federated.step import ModelState, StepPlan
 from manifoldagg.federated.types import (
     Averaging,
@@ -162,6 +168,7 @@ class Server:
         buffers, policies = initial_buffers(space, start.buffers, start.buffer_policy)
         sent = tuple(Entry(name, tuple(x.shape), x.dtype) for name, x in buffers.items() if policies[name] != "leave")
         check_averaging(averaging)
+        check_average_space(averaging, space, first)
         base_dtype = check_base_dtype(space, memory.base_dtype, first.dtype)
         rule_state = initial_state(rule, space, first.clone(), {"space": "space", "start": "start"})
         self.space = space

@@ -23,9 +23,11 @@ from manifoldagg._validation import (
     renamed_arguments,
     short_repr,
 )
+from manifoldagg.averaging.karcher import check_model
 from manifoldagg.errors import ArgumentError
 from manifoldagg.federated.limits import UpdateLimits
 from manifoldagg.federated.types import (
+    Averaging,
     Payload,
     Point,
     Rule,
@@ -43,6 +45,7 @@ from manifoldagg.manifolds.wrapper_prefixes import wrapper_hint
 __all__ = [
     "PayloadSchema",
     "as_str_dict",
+    "check_average_space",
     "check_names",
     "check_rule",
     "check_samples",
@@ -268,6 +271,27 @@ def check_start(space: Manifold, start: Tensor) -> Tensor:
     if not space.flat:
         check_point(space, start, name="start")
     return start.detach().clone(memory_format=torch.contiguous_format)
+
+
+def check_average_space(averaging: Averaging | None, space: Manifold, start: Tensor) -> None:
+    """Check that an average over the models of a server has a space that contains these models.
+
+    Args:
+        averaging: the average. If it has no attribute `space`, the function does not check it.
+        space: the space of the server.
+        start: the initial model of the server.
+
+    Raises:
+        ArgumentError: if `start` is not a point of the average's space.
+    """
+    own = getattr(averaging, "space", None)
+    if not isinstance(own, Manifold) or own == space:
+        return
+    try:
+        check_model(own, start, "start")
+    except ArgumentError as error:
+        expected = f"an average over models in {short_repr(space)}, got one over models in {short_repr(own)}"
+        raise ArgumentError(f"averaging: expected {expected}") from error
 
 
 def initial_state(rule: Rule, space: Manifold, start: Point, names: Mapping[str, str]) -> State:

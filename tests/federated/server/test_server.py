@@ -604,6 +604,8 @@ def test_closed_server_only_provides_the_model():
         (lambda: server(averaging=torch.zeros(4)), "averaging: expected an object with average, update, state and load, got Tensor of shape"),
         (lambda: server(averaging=SWA), r"averaging: expected an instance, got the class SWA; write SWA\(space\)"),
         (lambda: server(averaging=SWA(SPACE, periodic=3)), "averaging: expected periodic=None"),
+        (lambda: server(averaging=SWA(Flat(5))), r"averaging: expected an average over models in Flat.*, got one over models in Flat\(.*5\)"),
+        (lambda: server(averaging=SWA(Sphere(4))), "averaging: expected an average over models in Flat.*, got one over models in Sphere"),
         (lambda: server(buffers={}), "buffers: expected a ParameterSpace"),
         (lambda: server(buffer_policy={"*": "latest"}), "buffers: expected the initial buffers"),
         (lambda: server(base_dtype=torch.float32), "base_dtype: expected one of torch.bfloat16, torch.float16; got"),
