@@ -177,7 +177,11 @@ def warn_if_unstable(
       is proportional to the weight, the function converts it to the average weight 1 / N of N clients.
     - Concurrency: the function uses the smaller of two numbers: the number of tasks in flight, and $K x + 1$. Here, K
       is the number of updates in each step, and x is the staleness of the update. Neither lost clients nor a single
-      late update can therefore increase the concurrency.
+      late update can therefore increase the concurrency. This observed concurrency can be lower than the number of
+      tasks in flight, for example at the start of a run, when all updates are fresh.
+
+    There is no warning for rates with the kinds `"share"` and `"latest"`, for rates with another unit, or for wrappers
+    such as `Momentum`. The limit of `stability_limit` does not apply to their steps.
 
     Args:
         rule: the rule that computed the step.
@@ -191,13 +195,13 @@ def warn_if_unstable(
         Whether the step size exceeds the limit.
 
     Warns:
-        StabilityWarning: if the step size exceeds the limit. The message contains the step size, the limit and a stable
-            rate.
+        StabilityWarning: if the step size exceeds the limit. The message contains the step size, the limit, the
+            observed concurrency and a stable rate.
     """
     kind = getattr(rule, "rate_kind", None)
     rho = numbers.get("rate", 0.0)
     # Rates of the kind "share" are excluded, because a step of at most the whole distance to the client's model cannot
-    # overshoot this model.
+    # overshoot this model. `stability_limit` does not cover the latest updates of all clients, or a momentum.
     if kind not in ("step", "mean") or not rho > 0:
         return False
     if kind == "step" and weight > 0:
@@ -212,8 +216,9 @@ def warn_if_unstable(
         return False
     rate = _suggested_rate(rule, num_clients, num_in_flight)
     warn_caller(
-        f"rate: {type(rule).__name__} takes a step of size {rho:.3g}, above the stability limit of {limit:.3g} at a "
-        f"concurrency of {m}, so training may diverge; use a lower rate, such as {rate:.3g}, or a lower concurrency",
+        f"rate: {type(rule).__name__} takes a step of size {rho:.3g}, above the stability limit of {limit:.3g} at an "
+        f"observed concurrency of {m}, so training may diverge; use a lower rate, such as {rate:.3g}, or a lower "
+        "concurrency",
         StabilityWarning,
     )
     return True

@@ -119,7 +119,7 @@ def test_a_run_above_the_stability_limit_warns_once_with_a_lower_rate():
         compare(clusters(), methods("fedortho:rate=5"), **options)
     (warning,) = caught
     assert re.fullmatch(
-        r"rate: FedOrtho takes a step of size 0\.8\d+, above the stability limit of 0\.\d+ at a concurrency of [456], so "
+        r"rate: FedOrtho takes a step of size 0\.8\d+, above the stability limit of 0\.\d+ at an observed concurrency of [456], so "
         r"training may diverge; use a lower rate, such as 0\.857, or a lower concurrency",
         str(warning.message),
     )

@@ -180,8 +180,8 @@ def test_server_above_the_limit_diverges_and_warns_once(m):
     step = 1.2 * stability_limit(m)
     first = next(k for k in range(1, m + 1) if step > stability_limit(k))
     assert str(warning.message) == (
-        f"rate: ASGD takes a step of size {step:.3g}, above the stability limit of {stability_limit(first):.3g} at a "
-        f"concurrency of {first}, so training may diverge; use a lower rate, such as {m / (m + 1):.3g}, or a lower "
+        f"rate: ASGD takes a step of size {step:.3g}, above the stability limit of {stability_limit(first):.3g} at an "
+        f"observed concurrency of {first}, so training may diverge; use a lower rate, such as {m / (m + 1):.3g}, or a lower "
         "concurrency"
     )
 
@@ -249,7 +249,8 @@ def test_the_aggregator_warns_as_the_server_does():
     for client in range(3):
         submit(client)
     with pytest.warns(
-        StabilityWarning, match=r"^rate: ASGD takes a step of size 1, above the stability limit of 0\.843 at a concur"
+        StabilityWarning,
+        match=r"^rate: ASGD takes a step of size 1, above the stability limit of 0\.843 at an observed concurrency of 4, so",
     ):
         submit(3)
     submit(4)

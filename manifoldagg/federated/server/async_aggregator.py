@@ -309,8 +309,9 @@ class AsyncAggregator:
 
         Warns:
             UserWarning: for the same reasons as in `aggregate`.
-            StabilityWarning: if the step exceeds the stability limit for the number of tasks in flight. The aggregator
-                warns only once.
+            StabilityWarning: if the step exceeds the stability limit for the observed staleness, which the number of
+                tasks in flight bounds. The aggregator warns only once, and never for wrappers such as `Momentum` or for
+                `ACE`.
 
         Cost: the cost of one call to `aggregate`.
         """

@@ -574,8 +574,9 @@ class Server:
                 the server is unchanged. After an exception of the average, the update stays applied.
 
         Warns:
-            StabilityWarning: if the step exceeds the stability limit for the number of tickets in flight. The server
-                warns only once. If a warning filter turns the warning into an error, the server is unchanged. See
+            StabilityWarning: if the step exceeds the stability limit for the observed staleness, which the number of
+                tickets in flight bounds. The server warns only once, and never for wrappers such as `Momentum` or for
+                `ACE`. If a warning filter turns the warning into an error, the server is unchanged. See
                 [`suggest_rate`][manifoldagg.federated.suggest_rate].
 
         Cost: the cost of the rule's step. Most rules check that the update is finite without another pass over it.
