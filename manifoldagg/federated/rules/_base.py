@@ -53,9 +53,13 @@ class ServerRule(KeywordHints, abc.ABC):
         - `"mean"`: a factor of the mean of a buffer.
         - `"latest"`: a factor of the mean of the latest displacements of all clients.
         - `""`: any other unit.
+    - `state_entries`: the names of all entries that the state can have. `aggregate` rejects a state with other entries,
+      because it belongs to another rule. `None` allows every entry. Subclasses do not inherit the value, because they
+      may add entries.
     """
 
     rate_kind: ClassVar[str] = ""
+    state_entries: ClassVar[frozenset[str] | None] = None
     needs_flat: ClassVar[str] = ""
     needs_linear_leaves: ClassVar[str] = ""
     uses_drift: ClassVar[bool] = True

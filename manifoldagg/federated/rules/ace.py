@@ -73,6 +73,7 @@ class ACE(LatestUpdateRule):
         9.0
     """
 
+    state_entries: ClassVar[frozenset[str] | None] = frozenset({"version", "cached", "sum"})
     rate_kind: ClassVar[str] = "latest"
     rate: Rate = 1.0
     clients: int | None = None

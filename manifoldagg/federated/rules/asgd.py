@@ -1,6 +1,7 @@
 """ASGD: a step along the uncorrected displacement of an update."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from manifoldagg.corrections import Correction, Tangent
 from manifoldagg.federated.rules._correction_rule import ScheduledRule
@@ -53,6 +54,8 @@ class ASGD(ScheduledRule):
         >>> manifoldagg.aggregate(ASGD(0.5), None, current, base, update)[0]
         [tensor([5.5000])]
     """
+
+    state_entries: ClassVar[frozenset[str] | None] = frozenset({"version"})
 
     @property
     def correction(self) -> Correction:

@@ -138,6 +138,7 @@ class AsyncBezier(ScheduledRule):
         tensor([1., 0.])
     """
 
+    state_entries: ClassVar[frozenset[str] | None] = frozenset({"version", "correction", "product", "lengths"})
     single_point: ClassVar[bool] = False
     threshold: float | str = 1.0
     pull_back: str = field(default="chord", kw_only=True)

@@ -83,6 +83,7 @@ class AsyncFedED(TangentRule):
         ([tensor([2.3333])], 2.0, 1.0)
     """
 
+    state_entries: ClassVar[frozenset[str] | None] = frozenset({"version"})
     cohort: ClassVar[int] = 1
     accepts_tensor_lists: ClassVar[bool] = True
     rate: Rate = 1.0

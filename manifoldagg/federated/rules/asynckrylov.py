@@ -59,6 +59,7 @@ class AsyncKrylov(ScheduledRule):
         KrylovDC(granularity='tensor', tolerance=0.001)
     """
 
+    state_entries: ClassVar[frozenset[str] | None] = frozenset({"version"})
     single_point: ClassVar[bool] = False
     granularity: str = field(default="tensor", kw_only=True)
     tolerance: float = field(default=1e-3, kw_only=True)

@@ -67,6 +67,7 @@ class DCASGD(ScheduledRule):
         [tensor([2.])]
     """
 
+    state_entries: ClassVar[frozenset[str] | None] = frozenset({"version", "correction"})
     needs_flat: ClassVar[str] = "elementwise products"
     variant: str = field(default="adaptive", kw_only=True)
     strength: float | None = field(default=None, kw_only=True)

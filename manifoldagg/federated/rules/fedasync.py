@@ -59,6 +59,7 @@ class FedAsync(CorrectionRule):
         {'w': tensor([1.])}
     """
 
+    state_entries: ClassVar[frozenset[str] | None] = frozenset({"version"})
     rate_kind: ClassVar[str] = "share"
     rate: Rate = 0.6  # type: ignore[assignment]  # an option in place of the method
     staleness: Weight = field(default_factory=Constant)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from manifoldagg._validation import check_choice
 from manifoldagg.corrections import Correction, OrthoDC, Position
@@ -56,6 +57,7 @@ class FedGS(ScheduledRule):
         OrthoDC(threshold=0.0)
     """
 
+    state_entries: ClassVar[frozenset[str] | None] = frozenset({"version"})
     update_form: str = "tangent"
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from manifoldagg.corrections import Correction, OrthoDC
 from manifoldagg.federated.rules._correction_rule import ScheduledRule
@@ -50,6 +51,8 @@ class FedOrtho(ScheduledRule):
         >>> FedOrtho(rate=3.0).correction
         OrthoDC(threshold=1.0)
     """
+
+    state_entries: ClassVar[frozenset[str] | None] = frozenset({"version"})
 
     @cached_property
     def correction(self) -> Correction:

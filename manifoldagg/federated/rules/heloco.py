@@ -74,6 +74,7 @@ class HeLoCo(ServerRule):
         [tensor([0.1995, 0.5450])]
     """
 
+    state_entries: ClassVar[frozenset[str] | None] = frozenset({"version", "momentum"})
     cohort: ClassVar[int] = 1
     accepts_tensor_lists: ClassVar[bool] = True
     uses_drift: ClassVar[bool] = False

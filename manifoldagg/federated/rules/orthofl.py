@@ -98,6 +98,7 @@ class OrthoFL(ServerRule):
         tensor([3., 1.])
     """
 
+    state_entries: ClassVar[frozenset[str] | None] = frozenset({"version", "updates"})
     cohort: ClassVar[int] = 1
     rate_kind: ClassVar[str] = "share"
     not_private_because: ClassVar[str] = "clients start from their own updates"

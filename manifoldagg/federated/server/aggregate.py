@@ -467,6 +467,10 @@ def _step_inputs(inputs: _Inputs, info: UpdateInfo, kept: AggregateState) -> tup
         except ArgumentError as error:
             error.args = (rename_argument(str(error), INIT_NAMES, "rule: "), *error.args[1:])
             raise
+    else:
+        entries = vars(type(plan.rule)).get("state_entries")
+        if entries is not None and not (isinstance(state, dict) and entries >= state.keys()):
+            raise _foreign_state(plan.rule)
     buffers = PackedBuffers.of(plan.policies, models[CURRENT]) if plan.policies else NO_BUFFERS
     rows = plan.uses_tensor_lists
     update = Update(
@@ -487,16 +491,23 @@ def _raise_explained(error: Exception, inputs: _Inputs, state: State) -> NoRetur
     """Re-raise an error of a step. The message names the invalid argument of `aggregate`."""
     plan, space, _, models, (here, _, *points), _ = inputs
     own = AggregateState.of(state).state
-    # All models have been checked, so a row that does not match belongs to the state.
-    if state is not None and (str(error).startswith("rows[") or not has_structure(own, plan.rule.init(space, here))):
-        expected = f"a state that {type(plan.rule).__name__} returned for such models, or None"
-        raise ArgumentError(f"state: expected {expected}") from error
+    # All models have been checked, so a row that does not match belongs to the state. A rule that declares the entries
+    # of its state finds all of them in its own state.
+    in_state = str(error).startswith("rows[") or (
+        isinstance(error, KeyError) and "state_entries" in vars(type(plan.rule))
+    )
+    if state is not None and (in_state or not has_structure(own, plan.rule.init(space, here))):
+        raise _foreign_state(plan.rule) from error
     if isinstance(error, ArgumentError):
         if plan.uses_tensor_lists:
             space.layout.check_values(models)
         names = STEP_NAMES | ({"points[0]": "update"} if len(points) == 1 else {})
         error.args = (rename_argument(str(error), names),)
     raise error
+
+
+def _foreign_state(rule: Rule) -> ArgumentError:
+    return ArgumentError(f"state: expected a state that {type(rule).__name__} returned for such models, or None")
 
 
 def _new_model(

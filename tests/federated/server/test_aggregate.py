@@ -6,6 +6,7 @@ The result has the type of the input, inputs are unchanged, and the values equal
 import copy
 import warnings
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -20,7 +21,10 @@ from manifoldagg import AsyncAggregator, UpdateInfo, aggregate
 from manifoldagg.errors import ArgumentError, RuleError
 from manifoldagg.federated import Message, Outcome, Payload, Server, Update
 from manifoldagg.federated.rules import (
+    ACE,
     ASGD,
+    CA2FL,
+    DCASGD,
     FADAS,
     AsyncBezier,
     AsyncFedED,
@@ -31,7 +35,9 @@ from manifoldagg.federated.rules import (
     FedBuff,
     FedGS,
     FedOrtho,
+    HeLoCo,
     Momentum,
+    OrthoFL,
 )
 from manifoldagg.manifolds import Flat, ParameterSpace, Sphere, geodesic
 from tests.support import draw, seeds
@@ -579,6 +585,40 @@ def test_state_does_not_depend_on_the_tensor_types(rule):
         for k, x in now.items()
         if k != "correction"
     )
+
+
+@pytest.mark.parametrize(
+    ("rule", "other"),
+    [
+        (FedAsync(0.5), FedBuff(2)),
+        (FedOrtho(0.5), HeLoCo(0.5)),
+        (ACE(0.5), CA2FL(2)),
+        (OrthoFL(rate=0.5), CA2FL(2)),
+        (OrthoFL(rate=0.5), ACE(0.5)),
+        (AsyncBezier(0.5), FedBuff(2)),
+        (HeLoCo(0.5), FedBuff(2)),
+        (DCASGD(0.5), AsyncBezier(0.5, threshold="auto")),
+    ],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_state_of_another_rule_is_rejected(rule, other):
+    models = [{"w": x} for x in draw(0, 3, 5)]
+    info = UpdateInfo("a")
+    _, state, _ = aggregate(other, None, *models, info=info)
+    with pytest.raises(ArgumentError, match=f"^state: expected a state that {type(rule).__name__} returned"):
+        aggregate(rule, state, *models, info=info)
+
+
+def test_subclass_of_a_rule_may_add_state_entries():
+    @dataclass(frozen=True)
+    class Counts(FedOrtho):
+        def next_state(self, state, update, corrected):
+            return {"sum": state.get("sum", 0.0) + corrected.gram.matrix[0, 0]}
+
+    models = [{"w": x} for x in draw(0, 3, 5)]
+    _, state, _ = aggregate(Counts(0.5), None, *models)
+    _, state, _ = aggregate(Counts(0.5), state, *models)
+    assert state.keys() == {"sum", "version"}
 
 
 def test_aggregate_allocates_only_the_result():
