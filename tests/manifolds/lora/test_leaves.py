@@ -292,7 +292,8 @@ def test_an_overflow_by_scaling_is_rejected_with_the_name_of_a_factor():
     space = ParameterSpace.of_state_dict(adapter(0, 2, torch.float32), adapters=True)
     for rank in (2, 4):
         with pytest.raises(
-            StateDictError, match="^source: base_model.model.q.lora_B.weight: .* after scaling by 1e[+]200, got an overflow"
+            StateDictError,
+            match="^source: base_model.model.q.lora_B.weight: .* after scaling by 1e[+]200, got an overflow",
         ):
             space.point(adapter(3, rank, torch.float32), scaling=1e200)
 
